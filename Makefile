@@ -1,0 +1,95 @@
+# Everything here makes its own environment in .venv when it is first needed; see `make help`.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Which torch: cpu, cuda or existing. Without a word, what the environment was made with.
+TORCH ?= $(or $(shell cat $(VENV)/diloco-torch 2>/dev/null),cpu)
+ifeq ($(filter cpu cuda existing,$(TORCH)),)
+$(error TORCH is '$(TORCH)'; one of cpu, cuda, existing)
+endif
+
+# More for the command: make run ARGS="--learners 2", make test ARGS="-k layout"
+ARGS ?=
+
+STAMP := $(VENV)/.installed-$(TORCH)
+PROOFS := $(sort $(subst _,-,$(patsubst benchmarks/proofs/%.py,%,\
+	$(filter-out %/__init__.py,$(wildcard benchmarks/proofs/*.py)))))
+PROTOS := $(wildcard protos/decoupled_diloco/v1/*.proto)
+
+$(STAMP): pyproject.toml requirements.lock scripts/setup.sh scripts/setup_environment.py
+	@scripts/setup.sh --venv $(VENV) --torch $(TORCH) $(if $(filter undefined,$(origin TORCH_INDEX)),,--index '$(TORCH_INDEX)')
+	@touch $@
+
+.PHONY: help
+help:
+	@echo 'make run          train a small language model with a fleet on this machine (diloco run)'
+	@echo 'make test         run the tests'
+	@echo 'make lint         ruff, mypy and buf'
+	@echo 'make proof-NAME   the long form of a claim; output goes to benchmarks/proofs/NAME.txt'
+	@echo '                  names: $(or $(PROOFS),none yet)'
+	@echo 'make protos       regenerate the modules of protos/ after a change of a .proto'
+	@echo 'make lock         resolve pyproject.toml anew and write requirements.lock'
+	@echo 'make clean        remove the environment and all caches; runs/ stays'
+	@echo
+	@echo 'ARGS="..."        more arguments for run, test and proof-NAME'
+	@echo 'TORCH=cpu|cuda|existing   which torch .venv has; existing keeps the one of your Python'
+	@echo 'TORCH_INDEX=URL   extra package index for torch; empty for none'
+	@echo 'PYTHON=PATH       the Python that .venv is made with, 3.11 or later'
+
+.PHONY: run
+run: $(STAMP)
+	@$(BIN)/diloco run $(ARGS)
+
+# Two workers at most: the tests start real processes. A file's tests stay together and in order.
+# Plugins are named: with TORCH=existing, those of the surrounding Python would join in.
+PYTEST_PLUGINS_USED := -p xdist -p asyncio -p timeout -p pytest_cov -p hypothesispytest
+.PHONY: test
+test: $(STAMP)
+	@OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest \
+		$(PYTEST_PLUGINS_USED) -q -n 2 --dist loadfile $(ARGS)
+
+.PHONY: lint
+lint: $(STAMP)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/buf lint protos
+	@$(BIN)/buf format --diff --exit-code protos
+
+.PHONY: protos
+protos: $(STAMP)
+	@$(BIN)/buf format --write protos
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos \
+		--python_out=protos --grpc_python_out=protos --mypy_out=protos --mypy_grpc_out=protos $(PROTOS)
+
+proof-%: FORCE
+	@if [[ ! -f benchmarks/proofs/$(subst -,_,$*).py ]]; then \
+		echo "error: no proof is called $*; there are: $(or $(PROOFS),none yet)" >&2; exit 64; fi
+	@$(MAKE) --no-print-directory $(STAMP)
+	@$(BIN)/python -u -m benchmarks.proofs.$(subst -,_,$*) $(ARGS) \
+		| tee benchmarks/proofs/$(subst -,_,$*).txt
+
+.PHONY: FORCE
+FORCE:
+
+.PHONY: lock
+lock:
+	@rm -rf .make/lock && mkdir -p .make
+	@"$$(scripts/setup.sh --print-python)" -m venv .make/lock
+	@.make/lock/bin/pip install -qq packaging
+	@.make/lock/bin/python scripts/write_lock.py --wanted > .make/wanted.txt
+	@grep '^torch==' requirements.lock >> .make/wanted.txt
+	@.make/lock/bin/pip install -qq --requirement .make/wanted.txt
+	@.make/lock/bin/python scripts/write_lock.py
+	@rm -rf .make
+
+.PHONY: clean
+clean:
+	@rm -rf $(VENV) .make build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The whole fleet: run it, watch it, report on it."""

@@ -1,0 +1,238 @@
+"""``diloco run``: a whole fleet on this machine, from the settings to the report."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from decoupled_diloco.config import click_options
+from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.logs import LOG_FORMATS
+from decoupled_diloco.settings import RunSettings
+from diloco_fleet.director import Director
+from diloco_fleet.fleet_settings import FleetSettings, Resolved, resolve
+from diloco_fleet.journal import Journal
+from diloco_fleet.local import Bounds, Outcome, Supervisor
+from diloco_fleet.metrics import FLEET
+from diloco_fleet.plan import Plan, make_plan
+from diloco_fleet.prepare import existing_run, new_run, write_run
+from diloco_fleet.process import Restart, RestartPolicy
+from diloco_fleet.report_text import summary_lines
+from diloco_fleet.reporting import make_report
+from diloco_fleet.run_files import RUNS_FOLDER, RunFiles, hold_run, new_run_id, refuse_running
+from diloco_fleet.screen import Screen, open_screen
+from diloco_fleet.status import StatusPoller
+from learner_client.train.presets import PRESETS
+from learner_client.train.settings import TrainSettings
+
+_RUN_FLAGS = (
+    "quorum",
+    "grace",
+    "num_fragments",
+    "sync_interval",
+    "merge",
+    "codec_up",
+    "codec_down",
+)
+_FLEET_FLAGS = (
+    *("data", "pace", "slow_learner", "restart", "max_restarts"),
+    *("redis", "device", "evaluate_every", "port"),
+)
+
+_TRAINER = TrainSettings()
+
+
+@click.command()
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help="TOML file with sections [run], [trainer], [fleet].",
+)
+@click.option("--learners", "num_learners", type=int, help="planned learners, M [default: 4]")
+@click.option(
+    "--global-steps",
+    "total_global_steps",
+    type=int,
+    help="length of the run, T; 0 is without end [default: 800]",
+)
+@click_options(RunSettings, include=_RUN_FLAGS)
+@click.option(
+    "--preset", help=f"size of the model: {', '.join(PRESETS)} [default: {_TRAINER.preset}]"
+)
+@click.option(
+    "--batch-size", type=int, help=f"sequences per inner step [default: {_TRAINER.batch_size}]"
+)
+@click.option(
+    "--sequence-length",
+    type=int,
+    help=f"tokens per sequence [default: {_TRAINER.sequence_length}]",
+)
+@click.option(
+    "--learning-rate",
+    type=float,
+    help=f"peak of the inner learning rate [default: {_TRAINER.learning_rate}]",
+)
+@click.option("--precision", help=f"fp32 or bf16 [default: {_TRAINER.precision}]")
+@click.option("--seed", type=int, help=f"of model and data order [default: {_TRAINER.seed}]")
+@click_options(FleetSettings, include=_FLEET_FLAGS)
+@click.option("--name", "run_id", help="id of the run [default: date and a word]")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="directory of the run [default: runs/NAME]",
+)
+@click.option("--resume", is_flag=True, help="go on with the run of --name or --run-dir")
+@click.option(
+    "--log-format",
+    type=click.Choice(LOG_FORMATS),
+    default="text",
+    show_default=True,
+    help="format of the logs of all processes",
+)
+def command(
+    config: Path | None,
+    run_dir: Path | None,
+    resume: bool,
+    log_format: str,
+    **flags: object,
+) -> int:
+    """Train a model with a whole fleet on this machine.
+
+    Starts a synchronizer, an evaluator and the learners, restarts what dies, shows what happens,
+    and leaves the model, the figures and a picture in the run directory. Ctrl-C drains, a second
+    one kills.
+
+    A setting comes from its flag, else from the variable DILOCO_..., else from the file, else
+    it has its default. Settings without a flag go into the file.
+    """
+    prepare = _resume if resume else _begin
+    with prepare(config, run_dir, flags) as (files, settings):
+        plan = make_plan(settings, files, os.environ, log_format=log_format)
+        resolved = write_run(files, settings)
+    return _run(files, resolved, plan)
+
+
+@contextmanager
+def _begin(
+    config: Path | None, run_dir: Path | None, flags: dict[str, object]
+) -> Iterator[tuple[RunFiles, Resolved]]:
+    """Resolves the settings and creates the run directory; undone if the body fails."""
+    run_id = new_run_id(datetime.now(), random.Random())
+    resolved = resolve(flags, os.environ, config, default_run_id=run_id)
+    with new_run(run_dir or RUNS_FOLDER / resolved.run.value.run_id) as files:
+        yield files, resolved
+
+
+@contextmanager
+def _resume(
+    config: Path | None, run_dir: Path | None, flags: dict[str, object]
+) -> Iterator[tuple[RunFiles, Resolved]]:
+    """Finds the run directory and takes the settings from it, except for those given."""
+    name = flags.pop("run_id")
+    if run_dir is None and name is None:
+        raise UsageError(Reason.CONFIG_INVALID, "--resume needs --name or --run-dir: which run?")
+    if flags["data"]:
+        raise UsageError(
+            Reason.CONFIG_CONFLICT,
+            "--data cannot be given with --resume: a run keeps its corpus; begin a new run",
+        )
+    files = existing_run(run_dir or RUNS_FOLDER / str(name))
+    refuse_running(files)
+    yield files, resolve(flags, os.environ, config or files.config, default_run_id=files.root.name)
+
+
+def _run(files: RunFiles, resolved: Resolved, plan: Plan) -> int:
+    """Supervises the fleet and writes the report; returns the exit code."""
+    console = Console()
+    screen = open_screen(console, click.echo)
+    journal = Journal(files.metrics_of(FLEET), screen.say)
+    fleet = resolved.fleet.value
+    supervisor = Supervisor(
+        files=files,
+        run_id=resolved.run.value.run_id,
+        address=plan.address,
+        synchronizer=plan.synchronizer,
+        evaluator=plan.evaluator,
+        learners=plan.learners,
+        policy=RestartPolicy(restart=Restart(fleet.restart), max_restarts=fleet.max_restarts),
+        bounds=Bounds(drain_s=fleet.drain_s, finish_s=fleet.finish_s),
+        journal=journal,
+    )
+    with hold_run(files):
+        outcome = _supervise(
+            files=files,
+            resolved=resolved,
+            plan=plan,
+            supervisor=supervisor,
+            screen=screen,
+            journal=journal,
+        )
+        if outcome.word != "killed":
+            _finish(files, screen)
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.exit_code
+
+
+def _supervise(
+    *,
+    files: RunFiles,
+    resolved: Resolved,
+    plan: Plan,
+    supervisor: Supervisor,
+    screen: Screen,
+    journal: Journal,
+) -> Outcome:
+    for line in (f"run directory {files.root}", *resolved.describe()):
+        screen.say(line)
+    journal.record("start", address=plan.address, pid=os.getpid())
+    with ExitStack() as stack:
+        stack.enter_context(_stop_signals(supervisor))
+        poller = stack.enter_context(StatusPoller(plan.address))
+        stack.enter_context(screen)
+        director = Director(
+            files=files,
+            run_id=resolved.run.value.run_id,
+            address=plan.address,
+            supervisor=supervisor,
+            poller=poller,
+            screen=screen,
+            journal=journal,
+        )
+        outcome = supervisor.run(director.tick)
+    journal.record("end", f"run {outcome.word}", outcome=outcome.word)
+    return outcome
+
+
+@contextmanager
+def _stop_signals(supervisor: Supervisor) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a closed terminal ask the supervisor to stop."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, lambda *_: supervisor.request_stop())
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _finish(files: RunFiles, screen: Screen) -> None:
+    """Writes the report and shows its figures; a failure here is said and stops nothing."""
+    try:
+        report = make_report(files)
+    except DilocoError as error:
+        screen.say(f"no report: {error.message}")
+        return
+    for line in summary_lines(report):
+        screen.say(line)
+    screen.say(f"report, picture and model: {files.root}")

@@ -1,0 +1,241 @@
+"""Settings of a local fleet: sections ``[run]``, ``[trainer]``, ``[fleet]`` of one TOML file.
+
+``[run]`` is the synchronizer's, ``[trainer]`` what it serves to the trainers, ``[fleet]`` what is
+true of this machine alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from decoupled_diloco.config import ENV_PREFIX, Loaded, Origin, load_settings, read_section
+from decoupled_diloco.errors import Reason, UsageError
+from decoupled_diloco.settings import RunSettings
+from diloco_fleet.process import Restart
+from learner_client.train.settings import TrainSettings
+
+
+def _setting(default: Any, help_text: str, *, secret: bool = False) -> Any:  # noqa: ANN401 - as field
+    return field(default=default, metadata={"help": help_text, "secret": secret})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """What is true of this machine's fleet alone.
+
+    Raises:
+        UsageError: CONFIG_INVALID, naming the setting.
+    """
+
+    data: tuple[str, ...] = _setting(
+        (),
+        "text files, folders, glob patterns or .jsonl to train on; Python's documentation if none",
+    )
+    pace: float = _setting(
+        0.0, "shortest time of an inner step in seconds, so that few cores do not distort figures"
+    )
+    slow_learner: tuple[str, ...] = _setting(
+        (), "I:FACTOR lets learner I run at that share of its speed, as in 2:0.5"
+    )
+    restart: str = _setting(
+        Restart.ALWAYS.value, "always, on-failure or never: which ends of a process start it again"
+    )
+    max_restarts: int = _setting(
+        10, "give up on a process after so many short lives in a row; too low loses it to bad luck"
+    )
+    redis: str | None = _setting(
+        None, "redis://HOST:PORT for the membership; in memory if none", secret=True
+    )
+    device: str = _setting("auto", "auto, cpu, cuda (learner i uses cuda:(i mod n)) or cuda:0")
+    evaluate_every: int = _setting(
+        50, "global steps between two evaluations; often costs a core, seldom draws a coarse curve"
+    )
+    port: int = _setting(0, "port of the synchronizer on 127.0.0.1; 0 takes a free one")
+    drain_s: float = _setting(30.0, "seconds from asking a process to stop to killing it")
+    finish_s: float = _setting(
+        300.0, "seconds that the last learners and the evaluator get after the first has finished"
+    )
+
+    def __post_init__(self) -> None:
+        if self.restart not in tuple(Restart):
+            raise UsageError(
+                Reason.CONFIG_INVALID,
+                f"restart is {self.restart!r}; one of {', '.join(Restart)}",
+            )
+        for name, low, high in (
+            ("pace", 0.0, 3600.0),
+            ("max_restarts", 0, 1_000_000),
+            ("evaluate_every", 1, 1_000_000_000),
+            ("port", 0, 65535),
+            ("drain_s", 0.1, 86400.0),
+            ("finish_s", 0.1, 86400.0),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UsageError(
+                    Reason.CONFIG_INVALID, f"{name} is {value}; between {low} and {high}"
+                )
+        self.slow_factors()
+
+    def slow_factors(self, num_learners: int | None = None) -> dict[int, float]:
+        """Returns the share of its speed at which each slow learner runs, by index.
+
+        Args:
+            num_learners: planned learners, to check the indices against.
+
+        Raises:
+            UsageError: CONFIG_INVALID.
+        """
+        factors: dict[int, float] = {}
+        for text in self.slow_learner:
+            index_text, _, factor_text = text.partition(":")
+            try:
+                index, factor = int(index_text), float(factor_text)
+            except ValueError:
+                index, factor = -1, math.nan
+            if index < 0 or not 0.0 < factor <= 1.0:
+                raise UsageError(
+                    Reason.CONFIG_INVALID,
+                    f"slow_learner is {text!r}; give INDEX:FACTOR with a factor above 0 and at "
+                    "most 1, as in 2:0.5 for half speed",
+                )
+            if num_learners is not None and index >= num_learners:
+                raise UsageError(
+                    Reason.CONFIG_INVALID,
+                    f"slow_learner is {text!r} but the learners are 0 to {num_learners - 1}",
+                )
+            factors[index] = factor
+        return factors
+
+
+SECTIONS: Final[Mapping[str, type[Any]]] = MappingProxyType(
+    {"run": RunSettings, "trainer": TrainSettings, "fleet": FleetSettings}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """All settings of a fleet and where each came from.
+
+    Attributes:
+        run: the synchronizer's.
+        trainer: the trainers'.
+        fleet: this machine's.
+    """
+
+    run: Loaded[RunSettings]
+    trainer: Loaded[TrainSettings]
+    fleet: Loaded[FleetSettings]
+
+    def describe(self) -> list[str]:
+        """Returns one line per setting that is not the default."""
+        return [*self.run.describe(), *self.trainer.describe(), *self.fleet.describe()]
+
+    def to_toml(self) -> str:
+        """Returns a TOML file from which the same settings load again."""
+        return "\n".join(part.to_toml() for part in (self.run, self.trainer, self.fleet))
+
+    def with_corpus(self, corpus_hash: str) -> Resolved:
+        """Returns the settings with the hash of the run's corpus."""
+        value = dataclasses.replace(self.trainer.value, corpus_hash=corpus_hash)
+        return dataclasses.replace(self, trainer=dataclasses.replace(self.trainer, value=value))
+
+
+def resolve(
+    flags: Mapping[str, object],
+    environ: Mapping[str, str],
+    file: Path | None,
+    *,
+    default_run_id: str,
+) -> Resolved:
+    """Resolves all three sections; what one section implies for another is filled in.
+
+    The trainer's shards are the planned learners, its schedule is as long as the run, and its
+    warm-up is at most a tenth of that, unless these are given.
+
+    Args:
+        flags: parameters of the command line by name.
+        environ: the environment.
+        file: TOML file, or None.
+        default_run_id: id of the run where none is given.
+
+    Raises:
+        UsageError: CONFIG_UNKNOWN_KEY, CONFIG_INVALID, CONFIG_CONFLICT, QUORUM_ABOVE_LEARNERS.
+    """
+    defaults = TrainSettings()
+    run = _load(
+        RunSettings,
+        "run",
+        (flags, environ, file),
+        {"run_id": default_run_id, "total_global_steps": defaults.total_global_steps},
+    )
+    if run.value.trainer_json:
+        raise UsageError(
+            Reason.CONFIG_CONFLICT,
+            "trainer_json cannot be given here; put the trainer's settings into section [trainer]",
+        )
+    num_steps = run.value.total_global_steps or defaults.total_global_steps
+    trainer = _load(
+        TrainSettings,
+        "trainer",
+        (_without(flags, "total_global_steps"), _without_variable(environ), file),
+        {
+            "total_global_steps": num_steps,
+            "warmup_steps": min(defaults.warmup_steps, num_steps // 10),
+            "num_shards": run.value.num_learners,
+        },
+    )
+    if trainer.value.num_shards != run.value.num_learners:
+        raise UsageError(
+            Reason.CONFIG_CONFLICT,
+            f"num_shards is {trainer.value.num_shards} but {run.value.num_learners} learners are "
+            "planned, and each has a shard of its own; leave num_shards out",
+        )
+    fleet = _load(FleetSettings, "fleet", (flags, environ, file), {})
+    fleet.value.slow_factors(run.value.num_learners)
+    return Resolved(run=run, trainer=trainer, fleet=fleet)
+
+
+def _load(
+    cls: type[Any],
+    section: str,
+    sources: tuple[Mapping[str, object], Mapping[str, str], Path | None],
+    implied: Mapping[str, object],
+) -> Loaded[Any]:
+    """Loads one section; implied values stand in for defaults."""
+    flags, environ, file = sources
+    others = {name: other for name, other in SECTIONS.items() if name != section}
+    in_file = read_section(file, section, cls, others) if file else {}
+    missing = {
+        name: value
+        for name, value in implied.items()
+        if flags.get(name) is None
+        and ENV_PREFIX + name.upper() not in environ
+        and name not in in_file
+    }
+    loaded = load_settings(
+        cls,
+        flags={**flags, **missing},
+        environ=environ,
+        file=file,
+        section=section,
+        others=others,
+    )
+    origins: dict[str, Origin] = {**loaded.origins, **dict.fromkeys(missing, "default")}
+    return dataclasses.replace(loaded, origins=MappingProxyType(origins))
+
+
+def _without(values: Mapping[str, object], name: str) -> dict[str, object]:
+    return {key: value for key, value in values.items() if key != name}
+
+
+def _without_variable(environ: Mapping[str, str]) -> dict[str, str]:
+    """The length of the run is not by itself the length of the schedule."""
+    variable = ENV_PREFIX + "TOTAL_GLOBAL_STEPS"
+    return {key: value for key, value in environ.items() if key != variable}

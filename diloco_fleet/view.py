@@ -1,0 +1,220 @@
+"""The live view of a fleet: a table where the terminal can show one, a line elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from decoupled_diloco.v1 import admin_pb2
+from diloco_fleet.metrics import Evaluation
+
+_STATE_STYLES: Final = {"live": "green", "disconnected": "yellow", "gone": "red", "left": "dim"}
+_UNITS: Final = ("B", "kB", "MB", "GB", "TB")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Everything that a view shows.
+
+    Attributes:
+        run_id: id of the run.
+        address: of the synchronizer.
+        phase: of the supervisor; empty where it is not known.
+        status: the synchronizer's last answer; None before the first.
+        away_s: how long the synchronizer has not answered; 0 while it does.
+        eta_s: estimated seconds to the last global step; None while unknown.
+        evaluation: the last one; None before the first.
+        processes: state of every process as the supervisor sees it, with its restarts.
+    """
+
+    run_id: str
+    address: str
+    phase: str = ""
+    status: admin_pb2.GetStatusResponse | None = None
+    away_s: float = 0.0
+    eta_s: float | None = None
+    evaluation: Evaluation | None = None
+    processes: Mapping[str, tuple[str, int]] | None = None
+
+
+class Eta:
+    """Estimates when the last global step will be there, from the pace seen so far."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int] | None = None
+
+    def estimate(self, now: float, global_step: int, total: int) -> float | None:
+        """Returns the seconds that remain; None without end or before there is a pace."""
+        if self._first is None or global_step < self._first[1]:
+            self._first = (now, global_step)
+        since_s, num_steps = now - self._first[0], global_step - self._first[1]
+        if not total or num_steps <= 0 or since_s <= 0.0:
+            return None
+        return max(total - global_step, 0) * since_s / num_steps
+
+
+def render(scene: Scene) -> RenderableType:
+    """Returns the scene as a table with what stands around it."""
+    status = scene.status
+    if status is None:
+        return Group(_headline(scene), Text("waiting for the synchronizer to answer", style="dim"))
+    parts: list[RenderableType] = [_headline(scene), _progress(status, scene.eta_s)]
+    parts.append(_learners(status, scene.processes or {}))
+    parts += [Text(line) for line in _round_lines(status)]
+    if scene.evaluation is not None:
+        parts.append(Text(_evaluation_text(scene.evaluation)))
+    return Group(*parts)
+
+
+def _headline(scene: Scene) -> Text:
+    text = Text.assemble((scene.run_id, "bold"), f"  {scene.address}")
+    states = [scene.phase, scene.status.state if scene.status else ""]
+    text.append("  " + ", ".join(dict.fromkeys(state for state in states if state)))
+    if scene.away_s > 0.0:
+        text.append(
+            f"  synchronizer away for {duration(scene.away_s)}, learners train on", style="yellow"
+        )
+    return text
+
+
+def _progress(status: admin_pb2.GetStatusResponse, eta_s: float | None) -> RenderableType:
+    total = status.total_global_steps
+    counts = f"global step {status.global_step}" + (f" / {total}" if total else "")
+    if not total:
+        return Text(counts)
+    row = Table.grid(padding=(0, 1))
+    remaining = "" if eta_s is None else f"about {duration(eta_s)} to go"
+    row.add_row(
+        counts, ProgressBar(total=total, completed=min(status.global_step, total), width=30),
+        f"{status.global_step / total:.0%}", remaining,
+    )  # fmt: skip
+    return row
+
+
+def _learners(
+    status: admin_pb2.GetStatusResponse, processes: Mapping[str, tuple[str, int]]
+) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("learner")
+    table.add_column("state")
+    for name in ("step", "loss", "tokens/s", "behind", "up", "down", "merged", "restarts"):
+        table.add_column(name, justify="right")
+    known = {learner.learner_id: learner for learner in status.learners}
+    names = [*known, *(n for n in processes if n not in known and n.startswith("learner"))]
+    for name in sorted(names, key=_natural):
+        state, restarts = processes.get(name, ("", 0))
+        learner = known.get(name)
+        if learner is None:
+            table.add_row(name, Text(state or "starting", style="dim"))
+            continue
+        shown = learner.state if state in ("", "running", "done") else f"{learner.state}, {state}"
+        table.add_row(
+            name,
+            Text(shown, style=_STATE_STYLES.get(learner.state, "")),
+            f"{learner.local_step:,}",
+            f"{learner.loss:.3f}" if learner.HasField("loss") else "-",
+            f"{learner.tokens_per_second:,.0f}",
+            str(learner.versions_behind),
+            size(learner.bytes_up),
+            size(learner.bytes_down),
+            _merged(learner),
+            str(restarts) if restarts else "",
+        )
+    return table
+
+
+def _merged(learner: admin_pb2.LearnerStatus) -> str:
+    rest = learner.dropped + learner.refused
+    text = str(learner.accepted)
+    return f"{text} (-{rest} {learner.last_reason})" if rest else text
+
+
+def _round_lines(status: admin_pb2.GetStatusResponse) -> list[str]:
+    pace = status.pace
+    lines = [
+        f"quorum {status.quorum}   grace {pace.grace_seconds:.3f} s   step {pace.step_seconds:.3f} "
+        f"s   participation {status.totals.participation:.0%}   H {status.totals.measured_h:.1f}"
+    ]
+    for entry in status.rounds:
+        asked = len(entry.pending) + len(entry.accepted)
+        grace = f", grace {entry.grace_seconds:.3f} s" if entry.grace_seconds else ""
+        lines.append(
+            f"round {entry.global_step} of fragment {entry.fragment}: {entry.state}, "
+            f"{len(entry.accepted)} of {asked} in{grace}"
+        )
+    lines += [_wait_text(wait) for wait in status.waits]
+    return lines
+
+
+def _wait_text(wait: admin_pb2.Wait) -> str:
+    detail = f": {wait.detail}" if wait.detail else ""
+    return f"{wait.subject} waits for {wait.reason} since {duration(wait.seconds)}{detail}"
+
+
+def _evaluation_text(evaluation: Evaluation) -> str:
+    return (
+        f"held-out loss {evaluation.loss:.4f} nats per token at global step "
+        f"{evaluation.global_step}"
+    )
+
+
+def plain_line(scene: Scene) -> str:
+    """Returns the scene as one line without colours or control characters."""
+    status = scene.status
+    if status is None:
+        return f"{scene.phase or 'starting'}: waiting for the synchronizer to answer"
+    total = f"/{status.total_global_steps}" if status.total_global_steps else ""
+    parts = [f"step {status.global_step}{total}"]
+    if scene.eta_s is not None:
+        parts.append(f"eta {duration(scene.eta_s)}")
+    live = [learner for learner in status.learners if learner.state == "live"]
+    losses = [learner.loss for learner in live if learner.HasField("loss")]
+    parts.append(f"live {len(live)}/{len(status.learners)}")
+    if losses:
+        parts.append(f"loss {sum(losses) / len(losses):.3f}")
+    if scene.evaluation is not None:
+        parts.append(f"held-out {scene.evaluation.loss:.3f}@{scene.evaluation.global_step}")
+    parts += [
+        f"tok/s {sum(learner.tokens_per_second for learner in live):,.0f}",
+        f"behind {max((learner.versions_behind for learner in live), default=0)}",
+        f"up {size(status.totals.bytes_up)}",
+        f"down {size(status.totals.bytes_down)}",
+        f"participation {status.totals.participation:.0%}",
+        f"H {status.totals.measured_h:.1f}",
+        f"quorum {status.quorum}",
+        f"grace {status.pace.grace_seconds:.3f}s",
+    ]
+    if scene.away_s > 0.0:
+        parts.append(f"synchronizer away {duration(scene.away_s)}")
+    parts += [_wait_text(wait) for wait in status.waits if wait.seconds >= 1.0]
+    return " | ".join(parts)
+
+
+def size(num_bytes: int) -> str:
+    """Returns a number of bytes for people, as in ``1.5 MB``."""
+    value = float(num_bytes)
+    for unit in _UNITS:
+        if value < 1000.0 or unit == _UNITS[-1]:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000.0
+    raise AssertionError(unit)
+
+
+def duration(seconds: float) -> str:
+    """Returns a time for people, as in ``45 s`` or ``1:02:03``."""
+    if seconds < 60.0:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _natural(name: str) -> tuple[str, int]:
+    prefix, _, number = name.rpartition("-")
+    return (prefix, int(number)) if number.isdigit() else (name, -1)

@@ -1,0 +1,30 @@
+"""Train a PyTorch model as one learner of a Decoupled DiLoCo fleet.
+
+See ``Learner``. Everything else here is what its arguments and results are made of.
+"""
+
+from __future__ import annotations
+
+from learner_client.core.connection import Change, State
+from learner_client.errors import DilocoError, Reason, UsageError
+from learner_client.learner import Learner, LearnerStatus
+from learner_client.overhead import Overhead
+from learner_client.parameters import ModuleParameters, Parameters
+from learner_client.run_info import fetch_settings, wait_for_settings
+from learner_client.runtime import Runtime
+
+__all__ = [
+    "Change",
+    "DilocoError",
+    "Learner",
+    "LearnerStatus",
+    "ModuleParameters",
+    "Overhead",
+    "Parameters",
+    "Reason",
+    "Runtime",
+    "State",
+    "UsageError",
+    "fetch_settings",
+    "wait_for_settings",
+]

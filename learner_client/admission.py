@@ -1,0 +1,128 @@
+"""Joining: asks to take part, and agrees with the run on the layout."""
+
+from __future__ import annotations
+
+from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.layout import Layout, Strategy, build_layout
+from decoupled_diloco.settings import PROTOCOL_VERSION, RunSettings, settings_from_proto
+from decoupled_diloco.v1 import synchronizer_pb2, types_pb2
+from decoupled_diloco.versions import Version
+from learner_client.checkpoint import SavedState
+from learner_client.core.learner_core import LearnerCore
+from learner_client.exchange import Grant
+from learner_client.link import Link
+from learner_client.messages import (
+    held_to_proto,
+    incarnation_from_proto,
+    incarnation_to_proto,
+    specs_to_proto,
+)
+
+
+class Admission:
+    """Joins, and joins again under the same request id, so that one process keeps one incarnation.
+
+    Args:
+        link: the way to the synchronizer.
+        saved: state to go on from.
+    """
+
+    def __init__(self, link: Link, saved: SavedState | None) -> None:
+        self._link = link
+        self._saved = saved
+        self._request_id = f"{link.runtime.rng.getrandbits(128):032x}"
+        self._claim: types_pb2.LeadershipClaim | None = None
+
+    async def join(self, held: dict[int, Version]) -> Grant:
+        """Joins with the published copies that are held.
+
+        Raises:
+            DilocoError: as the synchronizer says it; ``LAYOUT_MISMATCH`` where the layouts differ,
+                ``MALFORMED`` where the answer makes no sense.
+        """
+        link = self._link
+        before, layout = link.exchange.grant, link.exchange.layout
+        tensors = link.parameters.tensors
+        request = synchronizer_pb2.JoinRequest(
+            protocol_version=PROTOCOL_VERSION,
+            run_id=link.identity.run_id,
+            learner_id=link.identity.learner_id,
+            request_id=self._request_id,
+            layout_fingerprint="" if layout is None else layout.fingerprint,
+            tensors=specs_to_proto(tensors),
+            held=held_to_proto(held),
+            clock=link.clock(),
+            previous_incarnation=(
+                None if before is None else incarnation_to_proto(before.incarnation)
+            ),
+            claim=self._claim,
+            labels=link.identity.labels,
+        )
+        response = await link.transport.join(request)
+        grant = _read_grant(response)
+        if layout is None:
+            layout = build_layout(
+                tensors,
+                strategy=Strategy(grant.settings.strategy),
+                num_fragments=grant.settings.num_fragments,
+                overlap=grant.settings.overlap,
+            )
+        self._check_fingerprint(layout, response.layout_fingerprint, grant.settings)
+        if link.exchange.layout is None:
+            self._begin(layout, grant.settings)
+        self._claim = response.claim
+        link.exchange.granted(grant)
+        return grant
+
+    def _begin(self, layout: Layout, settings: RunSettings) -> None:
+        saved = self._saved
+        if saved is not None:
+            self._check_saved(saved, layout)
+        core = LearnerCore(
+            num_fragments=layout.num_fragments,
+            overlap=settings.overlap,
+            local_step=0 if saved is None else saved.local_step,
+            counters=None if saved is None else saved.counters,
+            versions=None if saved is None else {p: v for p, (v, _) in saved.published.items()},
+        )
+        bases = {} if saved is None else {p: copy for p, (_, copy) in saved.published.items()}
+        self._link.exchange.begin(core, layout, bases)
+
+    def _check_fingerprint(self, layout: Layout, theirs: str, settings: RunSettings) -> None:
+        if layout.fingerprint != theirs:
+            raise DilocoError(
+                Reason.LAYOUT_MISMATCH,
+                f"the layout of this model has fingerprint {layout.fingerprint[:12]}, that of run "
+                f"{settings.run_id} {theirs[:12]}; every learner needs the same model and the same "
+                "version of this software",
+            )
+
+    def _check_saved(self, saved: SavedState, layout: Layout) -> None:
+        sizes = {p: copy.numel() for p, (_, copy) in saved.published.items()}
+        ours = {f.index: f.num_elements for f in layout.fragments}
+        if saved.fingerprint != layout.fingerprint or sizes != ours:
+            raise DilocoError(
+                Reason.LAYOUT_MISMATCH,
+                "the saved state is of another model or another layout; start without it, or "
+                "with the model and the run that it was saved with",
+            )
+
+
+def _read_grant(response: synchronizer_pb2.JoinResponse) -> Grant:
+    incarnation = incarnation_from_proto(response.incarnation)
+    settings = settings_from_proto(response.settings)
+    if response.shard >= settings.num_learners:
+        raise DilocoError(
+            Reason.MALFORMED,
+            f"granted data shard {response.shard} of {settings.num_learners}; "
+            "check the synchronizer's version",
+        )
+    return Grant(
+        incarnation=incarnation,
+        term=response.claim.term,
+        settings=settings,
+        shard=response.shard,
+        local_step=response.local_step,
+        global_step=response.clock.own_step,
+        seed=response.seed,
+    )

@@ -1,0 +1,96 @@
+"""A learner's state as a flat dict of tensors, fit for safetensors; never pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from decoupled_diloco.codecs.base import bytes_of
+from decoupled_diloco.errors import Reason, UsageError
+from decoupled_diloco.versions import DIGEST_BYTES, Version, digest_of
+from learner_client.core.counters import Counters, Totals
+
+_FORMAT: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """What a learner needs to go on where it was.
+
+    Attributes:
+        fingerprint: fingerprint of the layout.
+        local_step: local step.
+        counters: steps and tokens, and where each fragment's counters start.
+        published: version and published copy (fp32, CPU) applied last, by fragment.
+    """
+
+    fingerprint: str
+    local_step: int
+    counters: Counters
+    published: dict[int, tuple[Version, torch.Tensor]]
+
+    def to_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors by name; none shares memory with another one."""
+        totals = self.counters.totals
+        rows = [(totals.num_steps, totals.num_tokens)]
+        rows += [(origin.num_steps, origin.num_tokens) for origin in self.counters.origins]
+        versions = [self.published[p][0] for p in sorted(self.published)]
+        state = {
+            "format": torch.tensor([_FORMAT]),
+            "fingerprint": torch.tensor(list(bytes.fromhex(self.fingerprint)), dtype=torch.uint8),
+            "local_step": torch.tensor([self.local_step]),
+            "counters": torch.tensor(rows),
+            "versions": torch.tensor([(v.term, v.global_step) for v in versions]),
+        }
+        for p in sorted(self.published):
+            state[f"published.{p}"] = self.published[p][1].clone()
+        return state
+
+
+def saved_state_from(state: Mapping[str, torch.Tensor]) -> SavedState:
+    """Reads what ``SavedState.to_dict`` made, from anywhere.
+
+    Raises:
+        UsageError: ``CONFIG_INVALID`` where it cannot be such a state.
+    """
+    try:
+        return _read(state)
+    except (KeyError, ValueError, IndexError, RuntimeError, TypeError, AttributeError) as error:
+        raise UsageError(
+            Reason.CONFIG_INVALID,
+            f"this is no saved state of a learner ({type(error).__name__}: {error}); give what "
+            "learner.state_dict() returned",
+        ) from error
+
+
+def _read(state: Mapping[str, torch.Tensor]) -> SavedState:
+    if state["format"].tolist() != [_FORMAT]:
+        raise ValueError(f"format {state['format'].tolist()}, but {_FORMAT} is read here")
+    totals, *origins = (
+        Totals(num_steps=int(steps), num_tokens=int(tokens))
+        for steps, tokens in state["counters"].tolist()
+    )
+    if any(o.num_steps > totals.num_steps or min(o.num_steps, o.num_tokens) < 0 for o in origins):
+        raise ValueError("counters that start after they end")
+    published = {}
+    for p, (term, global_step) in enumerate(state["versions"].tolist()):
+        vector = state[f"published.{p}"]
+        if vector.dtype != torch.float32 or vector.dim() != 1:
+            raise ValueError(f"published.{p} is no fp32 vector")
+        vector = vector.detach().to("cpu").contiguous().clone()
+        version = Version(int(term), int(global_step), digest_of(bytes_of(vector)))
+        published[p] = (version, vector)
+    if len(published) != len(origins):
+        raise ValueError("counters and published copies are not of the same fragments")
+    fingerprint = bytes(state["fingerprint"].tolist())
+    if len(fingerprint) != DIGEST_BYTES:
+        raise ValueError("the fingerprint is no SHA-256")
+    return SavedState(
+        fingerprint=fingerprint.hex(),
+        local_step=int(state["local_step"].item()),
+        counters=Counters(len(origins), totals=totals, origins=tuple(origins)),
+        published=published,
+    )

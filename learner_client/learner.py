@@ -1,0 +1,395 @@
+"""``Learner``: the public API, round an existing training loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+from torch import nn
+
+from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.layout import Layout
+from decoupled_diloco.settings import RunSettings
+from decoupled_diloco.versions import Incarnation
+from learner_client.checkpoint import SavedState, saved_state_from
+from learner_client.core.connection import Change, State
+from learner_client.exchange import Exchange, Grant, Update
+from learner_client.link import Identity
+from learner_client.overhead import Overhead, OverheadMeter
+from learner_client.parameters import ModuleParameters, Parameters
+from learner_client.runtime import Runtime
+from learner_client.transport.base import Transport
+from learner_client.transport.grpc import GrpcTransport
+from learner_client.worker import Worker
+
+_LOG = logging.getLogger(__name__)
+
+_CLOSE_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerStatus:
+    """A learner as it sees itself.
+
+    Attributes:
+        state: what it is doing.
+        online: whether the synchronizer answers.
+        reason: why it waits or is offline; empty where neither is so.
+        detail: the same for people.
+        global_step: global step of the newest update applied.
+        local_step: inner steps over all lives of this learner id.
+        num_updates: updates received and verified.
+        num_digest_mismatches: updates that were refused because their checksum differed.
+        pushes: answers to pushes: ``ACCEPTED``, or the reason code.
+        declined: pulls declined, by reason code.
+        bytes_up: payload bytes of pushes.
+        bytes_down: payload bytes of updates.
+    """
+
+    state: State
+    online: bool
+    reason: str
+    detail: str
+    global_step: int
+    local_step: int
+    num_updates: int
+    num_digest_mismatches: int
+    pushes: Mapping[str, int] = field(default_factory=dict)
+    declined: Mapping[str, int] = field(default_factory=dict)
+    bytes_up: int
+    bytes_down: int
+
+
+class Learner:
+    """Takes part in a run, round an existing training loop.
+
+    ::
+
+        with Learner(model, address="127.0.0.1:50051", learner_id="learner-0") as learner:
+            while not learner.finished:
+                ...  # your own step: forward, backward, optimizer
+                learner.step(num_tokens=batch.numel(), loss=loss.item())
+
+    Entering joins the run, waits for the published parameters and writes them into the model;
+    leaving says goodbye. Exceptions of the loop propagate. ``async with`` does the same within a
+    running event loop, for many learners in one.
+
+    Args:
+        model: the model, on its device already; or an implementation of ``Parameters``.
+        address: ``host:port`` of the synchronizer.
+        learner_id: stable id; another process that joins under it fences this one.
+        run_id: run to join; empty takes whichever is served.
+        embedding_names: see ``ModuleParameters``.
+        labels: for people who look; process id and host are added.
+        join_timeout_s: longest wait for the published parameters; None waits without end.
+        insecure: True where plaintext to another machine was asked for.
+        on_change: called with every change of state, in whichever thread it happens.
+        transport: opens another transport than gRPC; replaces ``address``.
+        runtime: time, chance and threads, for scripted fleets.
+
+    Raises:
+        UsageError: where model or arguments cannot be right.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Parameters,
+        *,
+        learner_id: str,
+        address: str = "",
+        run_id: str = "",
+        embedding_names: Collection[str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        join_timeout_s: float | None = 300.0,
+        insecure: bool = False,
+        on_change: Callable[[Change], None] | None = None,
+        transport: Callable[[], Transport] | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        if not learner_id:
+            raise UsageError(Reason.CONFIG_INVALID, "learner_id is empty; give a stable name")
+        if (transport is None) == (not address):
+            raise UsageError(
+                Reason.CONFIG_CONFLICT, "give the synchronizer's address, or a transport"
+            )
+        self._parameters: Parameters = (
+            ModuleParameters(model, embedding_names=embedding_names)
+            if isinstance(model, nn.Module)
+            else model
+        )
+        self._identity = Identity(
+            learner_id=learner_id,
+            run_id=run_id,
+            labels={"pid": str(os.getpid()), "host": socket.gethostname(), **(labels or {})},
+        )
+        self._open_transport = transport or (lambda: GrpcTransport(address, insecure=insecure))
+        self._join_timeout_s = join_timeout_s
+        self._runtime = runtime
+        self._exchange = Exchange(learner_id, on_change=on_change)
+        self._saved: SavedState | None = None
+        self._worker: Worker | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._meter = OverheadMeter()
+        self._stepped_at = 0.0
+
+    # -- the loop --------------------------------------------------------------------------
+
+    def step(self, *, num_tokens: int, loss: float | None = None) -> None:
+        """The boundary after one inner step; never waits for the network.
+
+        In this order: counts the step, writes pending updates into the model, copies the fragments
+        that are due next, hands over a report.
+
+        Args:
+            num_tokens: tokens trained in this step.
+            loss: training loss of the step, nats per token.
+
+        Raises:
+            DilocoError: ``FENCED`` where another process took over this learner id; or a refusal
+                that no waiting heals.
+        """
+        began = time.perf_counter()
+        worker = self._running()
+        if num_tokens < 0:
+            raise UsageError(Reason.CONFIG_INVALID, f"num_tokens is {num_tokens}; at least 0")
+        if self._exchange.failure is not None:
+            raise self._exchange.failure
+        self._write(self._exchange.count(num_tokens))
+        self._copy_due()
+        now = time.perf_counter()
+        loop_s, self._stepped_at = now - self._stepped_at, now
+        self._exchange.report(
+            num_tokens=num_tokens,
+            loss=None if loss is None else float(loss),
+            step_s=loop_s,
+            overhead_s=now - began,
+        )
+        worker.wake()
+        self._meter.add(inside_s=time.perf_counter() - began, loop_s=loop_s)
+
+    def _write(self, updates: list[Update]) -> None:
+        layout = self._layout()
+        for update in updates:
+            self._parameters.write_fragment(layout.fragments[update.fragment], update.vector)
+            self._exchange.applied(update)
+
+    def _copy_due(self) -> None:
+        layout = self._layout()
+        captures = self._exchange.to_copy()
+        for capture in captures:
+            fragment = layout.fragments[capture.stamp.fragment]
+            self._parameters.read_fragment(fragment, capture.vector)
+        self._exchange.copied(captures)
+
+    # -- what a loop wants to know ---------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        """True once the run is complete."""
+        if self._exchange.connection.state is State.FINISHED:
+            return True
+        total = self.settings.total_global_steps
+        return total > 0 and self.global_step >= total
+
+    @property
+    def draining(self) -> bool:
+        """True once this learner was asked to finish its step and leave."""
+        return self._exchange.connection.state is State.DRAINING
+
+    @property
+    def global_step(self) -> int:
+        """Global step of the newest update applied; learning-rate schedules follow it."""
+        return self._exchange.core.global_step
+
+    @property
+    def local_step(self) -> int:
+        """Inner steps over all lives of this learner id: where its data goes on."""
+        return self._exchange.core.local_step
+
+    @property
+    def shard(self) -> int:
+        """Data shard of this learner id, below ``settings.num_learners``."""
+        return self._granted().shard
+
+    @property
+    def settings(self) -> RunSettings:
+        """Settings of the run, as served."""
+        return self._granted().settings
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """This life of the learner."""
+        return self._granted().incarnation
+
+    @property
+    def overhead(self) -> Overhead:
+        """Time inside ``step``."""
+        return self._meter.read()
+
+    @property
+    def status(self) -> LearnerStatus:
+        """How the learner stands."""
+        connection, tally = self._exchange.connection, self._exchange.tally
+        joined = self._exchange.grant is not None
+        return LearnerStatus(
+            state=connection.state,
+            online=connection.online,
+            reason=connection.reason,
+            detail=connection.detail,
+            global_step=self.global_step if joined else 0,
+            local_step=self.local_step if joined else 0,
+            num_updates=tally.num_updates,
+            num_digest_mismatches=tally.num_digest_mismatches,
+            pushes=dict(tally.pushes),
+            declined=dict(tally.declined),
+            bytes_up=tally.bytes_up,
+            bytes_down=tally.bytes_down,
+        )
+
+    # -- saving ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Counters, versions and published copies, to be saved with model and optimizer.
+
+        Between two steps only. A flat dict of tensors on the CPU, fit for safetensors.
+        """
+        core, bases = self._exchange.core, self._exchange.bases
+        versions = core.versions
+        saved = SavedState(
+            fingerprint=self._layout().fingerprint,
+            local_step=core.local_step,
+            counters=core.counters,
+            published={p: (versions[p], bases[p]) for p in versions},
+        )
+        return saved.to_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Goes on from a saved state; before entering, with the model restored to the same moment.
+
+        Fragments whose published copy is still the newest keep their local progress; the others
+        are overwritten, as by any update.
+
+        Raises:
+            UsageError: ``CONFIG_INVALID`` where it is no saved state, ``CONFIG_CONFLICT`` where
+                the learner has joined already.
+        """
+        if self._worker is not None:
+            raise UsageError(
+                Reason.CONFIG_CONFLICT, "load the state before entering: the learner has joined"
+            )
+        self._saved = saved_state_from(state)
+
+    # -- entering and leaving --------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        """Joins, waits for the published parameters and writes them into the model."""
+        worker = self._make_worker()
+        worker.start_thread()
+        try:
+            self._exchange.synced.result(self._join_timeout_s)
+        except TimeoutError:
+            error = self._not_joined()
+            self.close("gave up joining")
+            raise error from None
+        except BaseException:
+            self.close("gave up joining")
+            raise
+        self._begin()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Says goodbye; exceptions propagate."""
+        self.close("done" if kind is None else f"the training loop raised {kind.__name__}")
+
+    def close(self, reason: str = "done", timeout_s: float = _CLOSE_S) -> None:
+        """Says goodbye and ends the background thread, within ``timeout_s``; again is harmless."""
+        if self._worker is None:
+            return
+        self._worker.stop(reason)
+        if not self._worker.join_thread(timeout_s):
+            _LOG.warning("%s: the background thread did not end in time", self._identity.learner_id)
+
+    async def __aenter__(self) -> Self:
+        """As ``with``, within the running event loop."""
+        self._task = asyncio.get_running_loop().create_task(self._make_worker().run())
+        try:
+            async with asyncio.timeout(self._join_timeout_s):
+                await asyncio.wrap_future(self._exchange.synced)
+        except TimeoutError:
+            error = self._not_joined()
+            await self.aclose("gave up joining")
+            raise error from None
+        except BaseException:
+            await self.aclose("gave up joining")
+            raise
+        self._begin()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Says goodbye; exceptions propagate."""
+        await self.aclose("done" if kind is None else f"the training loop raised {kind.__name__}")
+
+    async def aclose(self, reason: str = "done") -> None:
+        """Says goodbye and ends the background work."""
+        if self._worker is not None and self._task is not None:
+            self._worker.stop(reason)
+            await self._task
+
+    def _make_worker(self) -> Worker:
+        if self._worker is not None:
+            raise UsageError(
+                Reason.CONFIG_CONFLICT, "a Learner is entered once; create a new one to join again"
+            )
+        self._worker = Worker(
+            exchange=self._exchange,
+            parameters=self._parameters,
+            identity=self._identity,
+            transport=self._open_transport,
+            runtime=self._runtime,
+            saved=self._saved,
+        )
+        return self._worker
+
+    def _begin(self) -> None:
+        self._write(self._exchange.take_updates())
+        self._stepped_at = time.perf_counter()
+
+    def _not_joined(self) -> DilocoError:
+        connection = self._exchange.connection
+        return DilocoError(
+            Reason.UNAVAILABLE,
+            f"no published parameters within {self._join_timeout_s} s: {connection.state}, "
+            f"{connection.reason}: {connection.detail}; check address and synchronizer",
+        )
+
+    def _running(self) -> Worker:
+        if self._worker is None or self._exchange.grant is None:
+            raise UsageError(Reason.CONFIG_CONFLICT, "step is called inside 'with learner:' only")
+        return self._worker
+
+    def _granted(self) -> Grant:
+        if self._exchange.grant is None:
+            raise UsageError(Reason.CONFIG_CONFLICT, "the learner has not joined; enter it first")
+        return self._exchange.grant
+
+    def _layout(self) -> Layout:
+        assert self._exchange.layout is not None, "joined"
+        return self._exchange.layout

@@ -1,0 +1,49 @@
+"""Who this learner is, and what its streams have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from decoupled_diloco.v1 import types_pb2
+from learner_client.exchange import Exchange
+from learner_client.parameters import Parameters
+from learner_client.runtime import Runtime
+from learner_client.transport.base import Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """How a learner presents itself.
+
+    Attributes:
+        learner_id: stable id.
+        run_id: run to join; empty takes whichever is served.
+        labels: for people who look.
+    """
+
+    learner_id: str
+    run_id: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One learner's way to its synchronizer, shared by all of its streams."""
+
+    identity: Identity
+    exchange: Exchange
+    parameters: Parameters
+    transport: Transport
+    runtime: Runtime
+
+    def clock(self) -> types_pb2.Clock:
+        """The learner's clock now."""
+        if self.exchange.grant is None:
+            return types_pb2.Clock(sender=self.identity.learner_id)
+        core = self.exchange.core
+        return types_pb2.Clock(
+            sender=self.identity.learner_id,
+            term=core.term,
+            own_step=core.local_step,
+            known_global_steps=core.known_global_steps,
+        )

@@ -1,0 +1,87 @@
+"""Settings of one process of the shipped trainer; what a run has in common is served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from decoupled_diloco.channel import parse_address
+from decoupled_diloco.errors import Reason, UsageError
+
+
+_HERE = Path()
+
+
+def _setting(default: Any, help_text: str) -> Any:  # noqa: ANN401 - as dataclasses.field
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """Where a learner finds its synchronizer, its data and its device.
+
+    Raises:
+        UsageError: CONFIG_INVALID, naming the setting.
+    """
+
+    address: str = _setting("127.0.0.1:50051", "host:port of the synchronizer")
+    learner_id: str = _setting("", "stable id of this learner; its data shard belongs to it")
+    run_dir: Path = _setting(_HERE, "run directory: data/ is read, metrics/ is written")
+    device: str = _setting("auto", "auto, cpu, cuda or cuda:0")
+    pace: float = _setting(0.0, "shortest time of an inner step, seconds")
+    slow: float = _setting(1.0, "run at this share of the speed, above 0 and at most 1")
+    threads: int = _setting(0, "torch threads; 0 leaves it to PyTorch and OMP_NUM_THREADS")
+    join_timeout_s: float = _setting(300.0, "longest wait for the first parameters, seconds")
+    insecure: bool = _setting(False, "plaintext beyond loopback, said aloud")
+    log_format: str = _setting("text", "text or json")
+
+    def __post_init__(self) -> None:
+        check_process(self.address, self.log_format)
+        for name, low, high in (
+            ("pace", 0.0, 3600.0),
+            ("slow", 1e-6, 1.0),
+            ("threads", 0, 4096),
+            ("join_timeout_s", 0.1, 1e6),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UsageError(
+                    Reason.CONFIG_INVALID, f"{name} is {value}; between {low} and {high}"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatorSettings:
+    """What the evaluator watches, and how often it measures.
+
+    Raises:
+        UsageError: CONFIG_INVALID, naming the setting.
+    """
+
+    address: str = _setting("127.0.0.1:50051", "host:port of the synchronizer")
+    run_dir: Path = _setting(_HERE, "run directory: data/ is read, metrics/ and model/ are written")
+    every: int = _setting(50, "global steps between two evaluations")
+    max_tokens: int = _setting(65536, "held-out tokens per evaluation, at most")
+    device: str = _setting("cpu", "auto, cpu, cuda or cuda:0")
+    insecure: bool = _setting(False, "plaintext beyond loopback, said aloud")
+    log_format: str = _setting("text", "text or json")
+
+    def __post_init__(self) -> None:
+        check_process(self.address, self.log_format)
+        for name in ("every", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(
+                    Reason.CONFIG_INVALID, f"{name} is {getattr(self, name)}; at least 1"
+                )
+
+
+def check_process(address: str, log_format: str) -> None:
+    """Checks what every process has.
+
+    Raises:
+        UsageError: CONFIG_INVALID.
+    """
+    parse_address(address)
+    if log_format not in ("text", "json"):
+        raise UsageError(Reason.CONFIG_INVALID, f"log_format is {log_format!r}; one of text, json")

@@ -1,0 +1,1 @@
+"""The shipped trainer: models, data, loop, evaluation, export."""

@@ -1,0 +1,216 @@
+"""The shipped trainer: an ordinary PyTorch loop with a `Learner` round it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+
+import torch
+
+from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, Reason, UsageError
+from learner_client.core.connection import Change
+from learner_client.learner import Learner
+from learner_client.settings import LearnerSettings
+from learner_client.train.data import ShardedBatches
+from learner_client.train.device import compute_precision, resolve_device
+from learner_client.train.metrics import MetricsFile
+from learner_client.train.model import Transformer, token_loss
+from learner_client.train.optimizer import build_optimizer, set_learning_rate
+from learner_client.train.schedule import learning_rate_at
+from learner_client.train.setup import Setup, load_setup
+
+logger = logging.getLogger(__name__)
+
+
+class ScheduleClock:
+    """The global step as last heard, interpolated by local steps (paper section 12, item 7).
+
+    Args:
+        per_step: global steps per inner step, P / H.
+        limit: most steps to interpolate; a learner that is cut off does not race ahead.
+    """
+
+    def __init__(self, per_step: float, limit: float) -> None:
+        self._per_step = per_step
+        self._limit = limit
+        self._heard = -1
+        self._steps = 0
+
+    def read(self, global_step: int) -> float:
+        """Returns the estimate for the inner step that begins; call once per inner step."""
+        if global_step != self._heard:
+            self._heard, self._steps = global_step, 0
+        estimate = global_step + min(self._steps * self._per_step, self._limit)
+        self._steps += 1
+        return estimate
+
+
+class Trainer:
+    """Trains one learner until the run is complete or the process is asked to stop.
+
+    Args:
+        setup: the run.
+        settings: settings of this process.
+        metrics: takes a line per inner step.
+        stop: set where the process is asked to stop.
+    """
+
+    def __init__(
+        self, setup: Setup, settings: LearnerSettings, metrics: MetricsFile, stop: threading.Event
+    ) -> None:
+        self._setup = setup
+        self._settings = settings
+        self._metrics = metrics
+        self._stop = stop
+        self._device = resolve_device(settings.device)
+        self._model: Transformer = setup.build_model().to(self._device)
+        self._optimizer = build_optimizer(self._model, setup.trainer)
+        run = setup.run
+        self._clock = ScheduleClock(run.num_fragments / run.sync_interval, float(run.num_fragments))
+        self._num_skipped = 0
+
+    def run(self) -> int:
+        """Joins, trains, leaves; returns the exit code.
+
+        Raises:
+            DilocoError: why it cannot take part (any more).
+        """
+        learner = Learner(
+            self._model,
+            address=self._settings.address,
+            learner_id=self._settings.learner_id,
+            run_id=self._setup.run.run_id,
+            join_timeout_s=self._settings.join_timeout_s,
+            insecure=self._settings.insecure,
+            on_change=self._changed,
+        )
+        with learner:
+            self._metrics.write(
+                "joined",
+                incarnation=str(learner.incarnation),
+                local_step=learner.local_step,
+                shard=learner.shard,
+            )
+            self._train(learner)
+        self._metrics.write("stop", local_step=learner.local_step, finished=learner.finished)
+        overhead = learner.overhead
+        logger.info(
+            "%d steps; inside learner.step: median %.2f ms, p99 %.2f ms, %.2f %% of the loop",
+            overhead.num_steps,
+            overhead.median_s * 1e3,
+            overhead.p99_s * 1e3,
+            overhead.share * 100,
+        )
+        return EXIT_OK if learner.finished else EXIT_DRAINED
+
+    def _train(self, learner: Learner) -> None:
+        trainer = self._setup.trainer
+        batches = ShardedBatches(
+            self._setup.corpus,
+            shard=learner.shard,
+            num_shards=self._setup.run.num_learners,
+            batch_size=trainer.batch_size,
+            sequence_length=trainer.sequence_length,
+            seed=trainer.seed,
+        )
+        batches.position = learner.local_step
+        while not (learner.finished or learner.draining or self._stop.is_set()):
+            began = time.perf_counter()
+            inputs, targets = batches.next_batch()
+            loss = self._inner_step(learner, inputs, targets)
+            self._keep_pace(began)
+            computed = time.perf_counter()
+            learner.step(num_tokens=inputs.numel(), loss=loss)
+            self._record(learner, loss, inputs.numel(), began, computed)
+
+    def _inner_step(self, learner: Learner, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        """One step of the inner optimizer; returns the loss in nats per token."""
+        trainer = self._setup.trainer
+        rate = learning_rate_at(self._clock.read(learner.global_step), trainer)
+        set_learning_rate(self._optimizer, rate)
+        inputs, targets = inputs.to(self._device), targets.to(self._device)
+        with compute_precision(trainer.precision, self._device):
+            loss = token_loss(self._model, inputs, targets)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        limit = trainer.gradient_clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), limit)
+        if bool(torch.isfinite(norm)):
+            self._optimizer.step()
+        else:
+            self._skipped()
+        return float(loss.detach())
+
+    def _skipped(self) -> None:
+        """A gradient that is not finite would ruin the optimizer's state for good."""
+        self._num_skipped += 1
+        if self._num_skipped & (self._num_skipped - 1) == 0:
+            logger.warning(
+                "%d inner steps skipped: the gradient is not finite; lower the learning rate",
+                self._num_skipped,
+            )
+
+    def _keep_pace(self, began: float) -> None:
+        """Waits until the step has lasted as long as pace and slowness say."""
+        took = time.perf_counter() - began
+        wanted = max(self._settings.pace, took) / self._settings.slow
+        if wanted > took:
+            self._stop.wait(wanted - took)
+
+    def _record(
+        self, learner: Learner, loss: float, num_tokens: int, began: float, computed: float
+    ) -> None:
+        now = time.perf_counter()
+        self._metrics.write(
+            "step",
+            local_step=learner.local_step,
+            global_step=learner.global_step,
+            loss=loss if math.isfinite(loss) else None,
+            num_tokens=num_tokens,
+            step_s=now - began,
+            compute_s=computed - began,
+            overhead_s=now - computed,
+            state="online" if learner.status.online else "offline",
+            incarnation=str(learner.incarnation),
+        )
+
+    def _changed(self, change: Change) -> None:
+        self._metrics.write(
+            "online" if change.online else "offline",
+            state=str(change.state),
+            reason=change.reason,
+            detail=change.detail,
+        )
+
+
+def train(settings: LearnerSettings, stop: threading.Event) -> int:
+    """Runs one learner of the shipped trainer; returns the exit code.
+
+    Args:
+        settings: settings of this process.
+        stop: set where the process is asked to stop; the inner step under way is finished.
+
+    Raises:
+        DilocoError: why it cannot take part.
+    """
+    if not settings.learner_id:
+        raise UsageError(
+            Reason.CONFIG_INVALID, "learner_id is empty; give --learner-id a stable name"
+        )
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    metrics = MetricsFile(settings.run_dir / "metrics" / f"{settings.learner_id}.jsonl")
+    try:
+        metrics.write("start", pid=os.getpid())
+        setup = load_setup(
+            settings.address,
+            settings.run_dir,
+            timeout_s=settings.join_timeout_s,
+            insecure=settings.insecure,
+        )
+        return Trainer(setup, settings, metrics, stop).run()
+    finally:
+        metrics.close()

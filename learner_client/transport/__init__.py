@@ -1,0 +1,9 @@
+"""How a learner reaches a synchronizer: over gRPC, or in memory."""
+
+from __future__ import annotations
+
+from learner_client.transport.base import Transport
+from learner_client.transport.grpc import GrpcTransport
+from learner_client.transport.memory import InMemoryTransport
+
+__all__ = ["GrpcTransport", "InMemoryTransport", "Transport"]

@@ -1,0 +1,339 @@
+"""The background work of a learner: joins, reports, watches, pushes, and comes back when cut off.
+
+One event loop does it all: in a thread of its own beside a training loop (``start_thread``), or in
+a running loop (``run``), where many learners share it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Final
+
+import torch
+
+from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.v1 import synchronizer_pb2
+from decoupled_diloco.versions import Incarnation
+from learner_client.admission import Admission
+from learner_client.checkpoint import SavedState
+from learner_client.core.connection import Event, State
+from learner_client.core.learner_core import PullRequest
+from learner_client.core.reports import StepReport
+from learner_client.core.retry import Backoff, is_fatal
+from learner_client.exchange import Exchange, Grant
+from learner_client.link import Identity, Link
+from learner_client.messages import incarnation_to_proto
+from learner_client.parameters import Parameters
+from learner_client.pusher import Pusher
+from learner_client.runtime import Runtime
+from learner_client.transport.base import Transport
+from learner_client.watcher import Watcher
+
+_LOG = logging.getLogger("learner_client")
+
+_LEAVE_S: Final = 3.0
+_MAX_DECLINES: Final = 64
+_ENDED: Final = frozenset({State.FENCED, State.REFUSED, State.FINISHED})
+
+
+class Worker:
+    """Keeps one learner connected.
+
+    Args:
+        exchange: shared with the training thread.
+        parameters: the model, read here only for the first parameters of a run.
+        identity: who this learner is.
+        transport: opens the transport, within the event loop.
+        runtime: time, chance and threads.
+        saved: state to go on from.
+    """
+
+    def __init__(
+        self,
+        *,
+        exchange: Exchange,
+        parameters: Parameters,
+        identity: Identity,
+        transport: Callable[[], Transport],
+        runtime: Runtime | None = None,
+        saved: SavedState | None = None,
+    ) -> None:
+        self._exchange = exchange
+        self._parameters = parameters
+        self._identity = identity
+        self._open_transport = transport
+        self._runtime = runtime or Runtime()
+        self._saved = saved
+        self._backoff = Backoff()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._wake = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._stop_reason = ""
+        self._declines: deque[synchronizer_pb2.PullDeclined] = deque(maxlen=_MAX_DECLINES)
+        self._session_failure: asyncio.Future[None] | None = None
+
+    # -- from the training thread ----------------------------------------------------------
+
+    def start_thread(self) -> None:
+        """Starts the background thread."""
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self.run()), name="diloco-learner", daemon=True
+        )
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There is something to report. Waits for nothing."""
+        self._call_soon(self._wake.set)
+
+    def stop(self, reason: str) -> None:
+        """Asks the background work to say goodbye and end. Waits for nothing."""
+        self._stop_reason = reason
+        self._call_soon(self._stop.set)
+
+    def join_thread(self, timeout_s: float) -> bool:
+        """Waits for the thread to end; returns whether it did."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _call_soon(self, callback: Callable[[], None]) -> None:
+        loop = self._loop
+        if loop is None:
+            # Not running yet: it looks at both events as soon as it is.
+            callback()
+            return
+        # A loop that has ended has nobody to wake.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(callback)
+
+    # -- in the event loop -----------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Does the background work until it is stopped or nothing is left to do."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            link = Link(
+                identity=self._identity,
+                exchange=self._exchange,
+                parameters=self._parameters,
+                transport=self._open_transport(),
+                runtime=self._runtime,
+            )
+        except DilocoError as error:
+            self._exchange.failed(error)
+            return
+        work = self._loop.create_task(self._serve(link))
+        stop = self._loop.create_task(self._stop.wait())
+        try:
+            await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _cancel(work, stop)
+            await self._leave(link)
+            await link.transport.aclose()
+
+    async def _serve(self, link: Link) -> None:
+        """Connects again and again; ends where the learner is fenced, refused or finished."""
+        saved = {} if self._saved is None else self._saved.published
+        watcher = Watcher(link, saved)
+        pusher = Pusher(link, self._fail_session)
+        admission = Admission(link, self._saved)
+        try:
+            while self._exchange.connection.state not in _ENDED:
+                try:
+                    grant = await admission.join(watcher.versions)
+                    await self._session(link, grant, watcher, pusher)
+                except DilocoError as error:
+                    if is_fatal(error):
+                        self._exchange.failed(error)
+                        return
+                    self._exchange.lost(error)
+                    await self._runtime.sleep(self._backoff.failed(self._runtime.rng.random()))
+        except Exception as error:
+            _LOG.exception("%s: the background work failed", self._identity.learner_id)
+            self._exchange.failed(
+                DilocoError(Reason.INTERNAL, f"{type(error).__name__}: {error}; see the log")
+            )
+        finally:
+            await pusher.aclose()
+
+    async def _session(self, link: Link, grant: Grant, watcher: Watcher, pusher: Pusher) -> None:
+        """One connection, from the answer to a Join until it is lost."""
+        self._declines.clear()
+        pusher.keep_only(grant)
+        if grant.seed:
+            await self._seed(grant, watcher, pusher)
+        self._session_failure = asyncio.get_running_loop().create_future()
+        streams = (
+            self._until_lost(self._report(link, grant, pusher)),
+            self._until_lost(watcher.run(grant)),
+            self._until_lost(_wait_for(self._session_failure)),
+        )
+        await _together(*streams)
+
+    def _fail_session(self, error: DilocoError) -> None:
+        failure = self._session_failure
+        if failure is not None and not failure.done():
+            failure.set_exception(error)
+
+    async def _until_lost(self, stream: Coroutine[Any, Any, None]) -> None:
+        """Runs a stream; once the run is complete, its end is no loss."""
+        try:
+            await stream
+        except DilocoError:
+            if self._exchange.connection.state is not State.FINISHED:
+                raise
+
+    async def _seed(self, grant: Grant, watcher: Watcher, pusher: Pusher) -> None:
+        layout = self._exchange.layout
+        assert layout is not None, "joined"
+        for fragment in layout.fragments:
+            # Before training the model is nobody's but ours; after, only what was applied counts.
+            vector = watcher.vector(fragment.index)
+            if vector is None:
+                vector = self._exchange.bases.get(fragment.index)
+            if vector is None:
+                vector = torch.empty(fragment.num_elements, dtype=torch.float32)
+                self._parameters.read_fragment(fragment, vector)
+            await pusher.seed(fragment.index, vector, grant)
+        self._exchange.happened(Event.SEEDED)
+
+    async def _report(self, link: Link, grant: Grant, pusher: Pusher) -> None:
+        """The report stream, both ways."""
+        requests = self._report_requests(link, grant.incarnation, grant)
+        try:
+            async with contextlib.aclosing(link.transport.report(requests)) as responses:
+                async for response in responses:
+                    self._backoff.succeeded()
+                    self._heard(response, grant, pusher)
+        finally:
+            # What the transport took and could not send is given back. Where it still waits for
+            # the next one, it has taken nothing and ends by itself.
+            with contextlib.suppress(RuntimeError):
+                await requests.aclose()
+        raise DilocoError(Reason.UNAVAILABLE, "the synchronizer ended the report stream")
+
+    def _heard(
+        self, response: synchronizer_pb2.ReportResponse, grant: Grant, pusher: Pusher
+    ) -> None:
+        kind = response.WhichOneof("kind")
+        if kind == "pull":
+            self._pulled(response.pull, grant, pusher)
+        elif kind == "schedule":
+            schedule = response.schedule
+            self._exchange.scheduled(schedule.global_step, tuple(schedule.due_fragments))
+        elif kind == "drain":
+            self._exchange.happened(Event.DRAIN, "drain", response.drain.reason)
+        elif kind == "stop":
+            self._exchange.happened(Event.STOP, "complete", response.stop.reason)
+        elif kind == "not_leading":
+            raise DilocoError(
+                Reason.NOT_LEADING, "the synchronizer does not lead; the leader is looked for"
+            )
+
+    def _pulled(self, message: synchronizer_pb2.Pull, grant: Grant, pusher: Pusher) -> None:
+        pull = PullRequest(
+            term=message.term,
+            group=message.group,
+            global_step=message.global_step,
+            fragment=message.fragment,
+        )
+        reason = pusher.pulled(pull, grant)
+        if reason is not None:
+            self._declines.append(
+                synchronizer_pb2.PullDeclined(
+                    global_step=pull.global_step, fragment=pull.fragment, reason=reason
+                )
+            )
+            self._wake.set()
+
+    async def _report_requests(
+        self, link: Link, incarnation: Incarnation, grant: Grant
+    ) -> AsyncGenerator[synchronizer_pb2.ReportRequest, None]:
+        yield synchronizer_pb2.ReportRequest(
+            hello=synchronizer_pb2.ReportHello(
+                learner_id=self._identity.learner_id,
+                incarnation=incarnation_to_proto(incarnation),
+                clock=link.clock(),
+            )
+        )
+        while True:
+            self._wake.clear()
+            while self._declines:
+                declined = self._declines.popleft()
+                yield synchronizer_pb2.ReportRequest(pull_declined=declined)
+            report = self._exchange.take_report()
+            if report is not None:
+                is_sent = False
+                try:
+                    yield synchronizer_pb2.ReportRequest(inner_step=_inner_step(link, report))
+                    is_sent = True
+                finally:
+                    if not is_sent:
+                        self._exchange.give_back(report)
+                        self._wake.set()
+                continue
+            try:
+                async with self._runtime.limit(grant.settings.heartbeat_interval_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                heartbeat = synchronizer_pb2.Heartbeat(clock=link.clock())
+                yield synchronizer_pb2.ReportRequest(heartbeat=heartbeat)
+
+    async def _leave(self, link: Link) -> None:
+        """Says goodbye, so that nobody waits; a synchronizer that is away is not waited for."""
+        grant, state = self._exchange.grant, self._exchange.connection.state
+        if grant is not None and state not in (State.FENCED, State.REFUSED):
+            request = synchronizer_pb2.LeaveRequest(
+                learner_id=self._identity.learner_id,
+                incarnation=incarnation_to_proto(grant.incarnation),
+                reason=self._stop_reason,
+                clock=link.clock(),
+            )
+            with contextlib.suppress(DilocoError, TimeoutError):
+                async with self._runtime.limit(_LEAVE_S):
+                    await link.transport.leave(request)
+        self._exchange.happened(Event.LEAVE, "left", self._stop_reason)
+
+
+def _inner_step(link: Link, report: StepReport) -> synchronizer_pb2.InnerStep:
+    clock = link.clock()
+    clock.own_step = report.local_step
+    del clock.known_global_steps[:]
+    clock.known_global_steps.extend(report.applied)
+    return synchronizer_pb2.InnerStep(
+        clock=clock,
+        num_tokens=report.num_tokens,
+        num_steps=report.num_steps,
+        loss=report.loss,
+        step_seconds=report.step_s,
+        overhead_seconds=report.overhead_s,
+    )
+
+
+async def _wait_for(future: asyncio.Future[None]) -> None:
+    await future
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _together(*streams: Coroutine[Any, Any, None]) -> None:
+    """Runs all; the first that fails ends the others, and is raised."""
+    tasks = [asyncio.get_running_loop().create_task(stream) for stream in streams]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        await _cancel(*tasks)
+    for task in tasks:
+        if task in done:
+            task.result()

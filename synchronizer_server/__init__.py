@@ -1,0 +1,1 @@
+"""The synchronizer: merges outer gradients of learners, one fragment at a time."""

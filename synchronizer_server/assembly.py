@@ -1,0 +1,223 @@
+"""Puts a synchronizer together: from a store that may hold a run to an engine that serves it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.layout import Layout, Role, Strategy, TensorSpec, build_layout
+from decoupled_diloco.settings import RunSettings
+from decoupled_diloco.versions import Version
+from synchronizer_server.commits import Committer, from_tensors
+from synchronizer_server.core.effects import RoundSummary
+from synchronizer_server.core.records import RoundRecord
+from synchronizer_server.core.state import Restored
+from synchronizer_server.core.synchronizer import SynchronizerCore
+from synchronizer_server.engine import Engine, Parts
+from synchronizer_server.joining import JoinDesk
+from synchronizer_server.journal import Journal
+from synchronizer_server.ledger import make_record, restored_from
+from synchronizer_server.membership.base import Membership
+from synchronizer_server.runner import Runner
+from synchronizer_server.store.base import FragmentTensors, RoundStore, RunDescription
+from synchronizer_server.tensors import TensorBook
+from synchronizer_server.updates import UpdateBook
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """Everything of the world that a synchronizer touches; scripted fleets give their own.
+
+    Attributes:
+        store: durable records.
+        membership: who is alive.
+        tensors_runner: runs tensor work.
+        store_runner: runs the store.
+        clock: monotonic seconds.
+        journal_path: file of events, if wanted.
+    """
+
+    store: RoundStore
+    membership: Membership
+    tensors_runner: Runner
+    store_runner: Runner
+    clock: Callable[[], float]
+    journal_path: Path | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Assembled:
+    """An engine, and who grants its incarnations."""
+
+    engine: Engine
+    joins: JoinDesk
+
+
+async def assemble(settings: RunSettings, outside: Outside, *, max_staged_bytes: int) -> Assembled:
+    """Builds a synchronizer; goes on where the store left off.
+
+    Raises:
+        DilocoError: STORE_CORRUPT, STORE_LOST, RUN_MISMATCH, CONFIG_CONFLICT.
+    """
+    store, membership = outside.store, outside.membership
+    loaded = store.load()
+    if loaded is None:
+        await _check_not_lost(membership, settings.run_id)
+    layout = _layout_of(store.read_run(), settings) if loaded is not None else None
+    term = 1 + store.highest_term()
+    restored = None
+    if loaded is not None:
+        restored = restored_from(loaded[0], await _quorum(membership, settings))
+    core = SynchronizerCore(
+        settings,
+        term=term,
+        num_fragments=layout.num_fragments if layout is not None else 0,
+        restored=restored,
+        now=outside.clock(),
+    )
+    committer = Committer(
+        store=store,
+        tensors_runner=outside.tensors_runner,
+        store_runner=outside.store_runner,
+        updates=UpdateBook(settings.retained_updates),
+        term=term,
+        make_record=lambda *_: _never(),
+    )
+    parts = Parts(
+        settings=settings,
+        core=core,
+        membership=membership,
+        committer=committer,
+        tensors_runner=outside.tensors_runner,
+        clock=outside.clock,
+        journal=Journal(outside.journal_path),
+        max_staged_bytes=max_staged_bytes,
+        leader_id=secrets.token_hex(8),
+    )
+    engine = Engine(parts, layout)
+    committer.make_record = _record_maker(engine)
+    _begin_term(engine, store, loaded, restored)
+    return Assembled(engine=engine, joins=JoinDesk(engine, store))
+
+
+def _never() -> RoundRecord:
+    raise AssertionError("records are made once the engine is there")
+
+
+def _record_maker(
+    engine: Engine,
+) -> Callable[[int, tuple[Version, ...], RoundSummary | None], RoundRecord]:
+    def make(
+        global_step: int, versions: tuple[Version, ...], summary: RoundSummary | None
+    ) -> RoundRecord:
+        assert engine.layout is not None, "a record needs the layout"
+        return make_record(
+            engine.core.state,
+            global_step=global_step,
+            versions=versions,
+            fingerprint=engine.layout.fingerprint,
+            summary=summary,
+        )
+
+    return make
+
+
+def _begin_term(
+    engine: Engine,
+    store: RoundStore,
+    loaded: tuple[RoundRecord, dict[int, FragmentTensors]] | None,
+    restored: Restored | None,
+) -> None:
+    term = engine.core.state.term
+    journal = engine.parts.journal
+    if loaded is None or restored is None:
+        store.begin_term(term)
+        journal.write("start", term=term, global_step=0, restored=False)
+        logger.info("a new run, term %d", term)
+        return
+    record, tensors = loaded
+    assert engine.layout is not None, "a record belongs to a layout"
+    if record.layout_fingerprint != engine.layout.fingerprint:
+        raise DilocoError(
+            Reason.STORE_CORRUPT, "the newest record belongs to another layout; restore a backup"
+        )
+    taken_over = dataclasses.replace(record, term=term, fragment=None, contributions=(), dropped=())
+    store.begin_term(term, taken_over)
+    committer = engine.parts.committer
+    committer.begin(TensorBook(engine.layout, engine.parts.settings, term))
+    committer.start(record.versions, [from_tensors(tensors[i]) for i in sorted(tensors)])
+    journal.write("start", term=term, global_step=record.global_step, restored=True)
+    logger.info("goes on at global step %d, term %d", record.global_step, term)
+
+
+async def _check_not_lost(membership: Membership, run_id: str) -> None:
+    """A run that was seeded is never seeded again by a synchronizer that lost its store."""
+    try:
+        seeded = await membership.is_seeded()
+    except DilocoError as error:
+        raise DilocoError(
+            error.reason, f"{error.message}; a new run needs its membership to start"
+        ) from error
+    if seeded:
+        raise DilocoError(
+            Reason.STORE_LOST,
+            f"run {run_id!r} has merged before, but the store is empty: start with the store of "
+            "that run, or choose a new run_id",
+        )
+
+
+async def _quorum(membership: Membership, settings: RunSettings) -> int:
+    """K as an operator last set it, else the run's setting."""
+    try:
+        chosen = await membership.get_quorum()
+    except DilocoError as error:
+        logger.warning("quorum %d from the settings: %s", settings.quorum, error)
+        chosen = None
+    return chosen if chosen is not None else settings.quorum
+
+
+def _layout_of(description: RunDescription | None, settings: RunSettings) -> Layout:
+    """The layout that the store keeps, checked against the settings.
+
+    Raises:
+        DilocoError: STORE_CORRUPT; UsageError CONFIG_CONFLICT where the settings changed.
+    """
+    kept: Any = (description or {}).get("layout")
+    try:
+        tensors = [
+            TensorSpec(
+                name=t["name"],
+                shape=tuple(t["shape"]),
+                dtype=t["dtype"],
+                role=Role(t["role"]),
+                aliases=tuple(t["aliases"]),
+            )
+            for t in kept["tensors"]
+        ]
+        fingerprint = str(kept["fingerprint"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DilocoError(
+            Reason.STORE_CORRUPT, f"the store's layout cannot be read ({error}); restore a backup"
+        ) from error
+    layout = build_layout(
+        tensors,
+        strategy=Strategy(settings.strategy),
+        num_fragments=settings.num_fragments,
+        overlap=settings.overlap,
+    )
+    if layout.fingerprint != fingerprint:
+        raise UsageError(
+            Reason.CONFIG_CONFLICT,
+            f"the store holds strategy {kept.get('strategy')!r} with {kept.get('num_fragments')} "
+            "fragments, the settings another layout: the layout of a run is fixed once; start with "
+            "the settings of the run, or choose a new run_id and store",
+        )
+    return layout

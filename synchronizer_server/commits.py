@@ -1,0 +1,157 @@
+"""Merge, persist, publish: the three steps of a round, on the runners."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.layout import Layout
+from decoupled_diloco.versions import Version
+from synchronizer_server.core.effects import RoundSummary
+from synchronizer_server.core.records import RoundRecord
+from synchronizer_server.merge.fragment_state import FragmentState
+from synchronizer_server.runner import Runner
+from synchronizer_server.store.base import FragmentTensors, RoundStore
+from synchronizer_server.tensors import Merged, TensorBook, vector_digest
+from synchronizer_server.updates import UpdateBook
+
+RecordMaker = Callable[[int, tuple[Version, ...], RoundSummary | None], RoundRecord]
+"""(global step, version vector after it, round) -> its record."""
+
+
+def to_tensors(state: FragmentState) -> FragmentTensors:
+    """A fragment's state as the store takes it."""
+    return FragmentTensors(
+        published=state.published, residual=state.residual, momentum=state.momentum
+    )
+
+
+def from_tensors(tensors: FragmentTensors) -> FragmentState:
+    """A fragment's state as the store gives it."""
+    return FragmentState(
+        published=tensors.published, residual=tensors.residual, momentum=tensors.momentum
+    )
+
+
+@dataclass(slots=True)
+class Committer:
+    """Carries rounds from a full sum to what watchers see.
+
+    Attributes:
+        store: durable records and fragments.
+        tensors_runner: runs tensor work, in order.
+        store_runner: runs the store, in order.
+        updates: what watchers get.
+        term: term of leadership.
+        make_record: builds a round record.
+        published: set and replaced at every publication: watchers wait on it.
+    """
+
+    store: RoundStore
+    tensors_runner: Runner
+    store_runner: Runner
+    updates: UpdateBook
+    term: int
+    make_record: RecordMaker
+    published: asyncio.Event = field(default_factory=asyncio.Event)
+    _tensors: TensorBook | None = None
+    _merged: dict[int, Merged] = field(default_factory=dict)
+    _seed: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> TensorBook:
+        """The tensors of the run.
+
+        Raises:
+            DilocoError: STARTING before a learner has brought the layout.
+        """
+        if self._tensors is None:
+            raise DilocoError(Reason.STARTING, "no learner has brought a model yet; try again")
+        return self._tensors
+
+    def begin(self, tensors: TensorBook) -> None:
+        """The layout is known."""
+        self._tensors = tensors
+
+    def start(self, versions: tuple[Version, ...], states: list[FragmentState]) -> None:
+        """Begins with restored states."""
+        self.tensors.start(states)
+        self.updates.start(versions, [s.published for s in states])
+
+    async def merge(self, global_step: int, fragment: int) -> Version:
+        """Computes a round's outer step; returns the version that it makes."""
+        base = self.updates.version(fragment)
+        job = self.tensors_runner.submit(lambda: self.tensors.merge(global_step, fragment, base))
+        merged = await job
+        self._merged[global_step] = merged
+        return merged.update.result
+
+    async def persist(self, summary: RoundSummary) -> None:
+        """Makes a merged round durable.
+
+        Raises:
+            DilocoError: DISK_FULL or STORAGE_FAILED; it may be tried again.
+        """
+        merged = self._merged[summary.global_step]
+        versions = list(self.updates.versions())
+        versions[summary.fragment] = merged.update.result
+        record = self.make_record(summary.global_step, tuple(versions), summary)
+        tensors = {summary.fragment: to_tensors(merged.state)}
+        await self.store_runner.submit(lambda: self.store.commit(record, tensors))
+
+    def publish(self, summary: RoundSummary) -> None:
+        """Puts a persisted round before every watcher."""
+        merged = self._merged.pop(summary.global_step)
+        self.tensors.publish(merged)
+        self.updates.publish(merged.update, merged.state.published)
+        self._wake_watchers()
+
+    def stage_seed(self, fragment: int, vector: torch.Tensor) -> None:
+        """Keeps the first parameters of a fragment until all are there."""
+        self._seed[fragment] = vector
+
+    async def persist_seed(self) -> tuple[Version, ...]:
+        """Makes the seed durable; returns its versions.
+
+        Raises:
+            DilocoError: DISK_FULL or STORAGE_FAILED; it may be tried again.
+        """
+        states = {i: FragmentState.seeded(v) for i, v in sorted(self._seed.items())}
+        versions = tuple(Version(self.term, 0, vector_digest(s.published)) for s in states.values())
+        record = self.make_record(0, versions, None)
+        tensors = {i: to_tensors(s) for i, s in states.items()}
+        await self.store_runner.submit(lambda: self.store.commit(record, tensors))
+        self.start(versions, list(states.values()))
+        return versions
+
+    def publish_seed(self) -> None:
+        """Puts the seed before every watcher."""
+        self._seed.clear()
+        self._wake_watchers()
+
+    def _wake_watchers(self) -> None:
+        self.published.set()
+        self.published = asyncio.Event()
+
+
+def layout_description(layout: Layout) -> dict[str, object]:
+    """The layout as JSON values, for the store."""
+    return {
+        "strategy": str(layout.strategy),
+        "num_fragments": layout.num_fragments,
+        "fingerprint": layout.fingerprint,
+        "tensors": [
+            {
+                "name": t.name,
+                "shape": list(t.shape),
+                "dtype": t.dtype,
+                "role": str(t.role),
+                "aliases": list(t.aliases),
+            }
+            for t in layout.tensors
+        ],
+    }

@@ -1,0 +1,121 @@
+"""Between the wire's messages and the core's values. What comes in is checked here, once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.layout import Role, TensorSpec
+from decoupled_diloco.v1 import synchronizer_pb2 as pb
+from decoupled_diloco.v1 import types_pb2
+from decoupled_diloco.versions import DIGEST_BYTES, Incarnation, Version
+from synchronizer_server.core.effects import Outcome
+
+MAX_ID_CHARS = 128
+
+_ROLES = {
+    Role.EMBEDDING: types_pb2.TENSOR_ROLE_EMBEDDING,
+    Role.BODY: types_pb2.TENSOR_ROLE_BODY,
+}
+OUTCOMES = {
+    Outcome.ACCEPTED: pb.PUSH_OUTCOME_ACCEPTED,
+    Outcome.DROPPED: pb.PUSH_OUTCOME_DROPPED,
+    Outcome.REFUSED: pb.PUSH_OUTCOME_REFUSED,
+}
+
+
+def malformed(what: str) -> DilocoError:
+    """The error for a message that cannot be right."""
+    return DilocoError(Reason.MALFORMED, f"{what}; check the versions of both ends")
+
+
+def check_id(text: str, what: str) -> str:
+    """Returns an id that is short and printable.
+
+    Raises:
+        DilocoError: MALFORMED.
+    """
+    if not text or len(text) > MAX_ID_CHARS or not text.isprintable() or " " in text:
+        raise malformed(f"{what} is {text[:40]!r}: give 1 to {MAX_ID_CHARS} printable characters")
+    return text
+
+
+def incarnation_from(message: types_pb2.Incarnation) -> Incarnation:
+    """Reads an incarnation."""
+    return Incarnation(message.term, message.number)
+
+
+def incarnation_to(incarnation: Incarnation) -> types_pb2.Incarnation:
+    """Writes an incarnation."""
+    return types_pb2.Incarnation(term=incarnation.term, number=incarnation.number)
+
+
+def version_from(message: types_pb2.Version) -> Version:
+    """Reads a version.
+
+    Raises:
+        DilocoError: MALFORMED where the digest has another size.
+    """
+    if len(message.digest) != DIGEST_BYTES:
+        raise malformed(f"a version's digest has {len(message.digest)} bytes, not {DIGEST_BYTES}")
+    return Version(message.term, message.global_step, message.digest)
+
+
+def version_to(version: Version) -> types_pb2.Version:
+    """Writes a version."""
+    return types_pb2.Version(
+        term=version.term, global_step=version.global_step, digest=version.digest
+    )
+
+
+def held_from(messages: Iterable[types_pb2.FragmentVersion], limit: int) -> dict[int, Version]:
+    """Reads what somebody holds, by fragment; fragments from ``limit`` on are not ours."""
+    return {m.fragment: version_from(m.version) for m in messages if m.fragment < limit}
+
+
+def versions_to(versions: Sequence[Version]) -> list[types_pb2.FragmentVersion]:
+    """Writes a version vector."""
+    return [
+        types_pb2.FragmentVersion(fragment=i, version=version_to(v)) for i, v in enumerate(versions)
+    ]
+
+
+def tensors_from(messages: Iterable[types_pb2.TensorSpec]) -> list[TensorSpec]:
+    """Reads the tensors of a model.
+
+    Raises:
+        DilocoError: MALFORMED for an unknown role; what `TensorSpec` refuses.
+    """
+    roles = {wire: role for role, wire in _ROLES.items()}
+    found = []
+    for message in messages:
+        role = roles.get(message.role)
+        if role is None:
+            raise malformed(f"tensor {message.name!r} has role {message.role}")
+        found.append(
+            TensorSpec(
+                name=message.name,
+                shape=tuple(message.shape),
+                dtype=message.dtype,
+                role=role,
+                aliases=tuple(message.aliases),
+            )
+        )
+    return found
+
+
+def tensors_to(tensors: Iterable[TensorSpec]) -> list[types_pb2.TensorSpec]:
+    """Writes the tensors of a model."""
+    return [
+        types_pb2.TensorSpec(
+            name=t.name, shape=t.shape, dtype=t.dtype, role=_ROLES[t.role], aliases=t.aliases
+        )
+        for t in tensors
+    ]
+
+
+def loss_from(message: pb.InnerStep) -> float | None:
+    """The loss of a report, where it told one that is a number."""
+    has_loss = message.HasField("loss") and math.isfinite(message.loss)
+    return message.loss if has_loss else None

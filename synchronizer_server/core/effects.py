@@ -1,0 +1,226 @@
+"""What a synchronizer does. The shell carries these out **in the order given**.
+
+Duties of order: an accepted push is accumulated before its round is merged; a round is persisted
+before it is published; a published round is complete for everybody who asks afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from decoupled_diloco.errors import Reason
+from decoupled_diloco.versions import Incarnation
+from synchronizer_server.core.events import PushKey
+from synchronizer_server.core.records import ContributionRecord, DropRecord
+
+
+class Outcome(StrEnum):
+    """What became of a push."""
+
+    ACCEPTED = "accepted"
+    DROPPED = "dropped"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantSeed:
+    """Tell this incarnation that it is to push the first parameters."""
+
+    learner_id: str
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPull:
+    """Ask a learner for its newest outer gradient of a fragment."""
+
+    learner_id: str
+    incarnation: Incarnation
+    global_step: int
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSchedule:
+    """Tell every live learner which fragments to copy at its next inner-step boundary."""
+
+    global_step: int
+    due_fragments: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendStop:
+    """Tell every learner that the run is complete."""
+
+    global_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """End everything that this earlier incarnation has open, with FENCED."""
+
+    learner_id: str
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseStream:
+    """End the report stream of a learner that went silent; it may come back."""
+
+    learner_id: str
+    incarnation: Incarnation
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePush:
+    """Receive the bytes of this push."""
+
+    key: PushKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptPush:
+    """Accumulate this staged push, then answer `Outcome.ACCEPTED`.
+
+    Attributes:
+        weight: weight of the contribution.
+        rebase: True where its base is older than the published copy and the vector must have
+            (published_now - published_base) added first.
+    """
+
+    key: PushKey
+    weight: float
+    rebase: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPush:
+    """Answer a push that is not accepted; whatever was staged of it is thrown away."""
+
+    key: PushKey
+    outcome: Outcome
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeRound:
+    """Compute the outer step of a full round from what was accumulated."""
+
+    global_step: int
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistSeed:
+    """Persist the seed: every fragment, global step 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishSeed:
+    """Publish the seed to every watcher."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSummary:
+    """What happened in a round; becomes its record and a line of the metrics.
+
+    Attributes:
+        contributions: in order of accumulation.
+        dropped: who was asked and left out, and why.
+        live: learners that were live when the grace window ended.
+        step_s: xi_step, seconds.
+        quorum_s: opening of the round to its K-th fresh report, seconds.
+        grace_s: grace window granted, seconds.
+        measured_h: inner steps of the median live learner since this fragment's merge before;
+            None where there was none.
+    """
+
+    global_step: int
+    fragment: int
+    contributions: tuple[ContributionRecord, ...]
+    dropped: tuple[DropRecord, ...]
+    live: tuple[str, ...]
+    step_s: float
+    quorum_s: float
+    grace_s: float
+    measured_h: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistRound:
+    """Persist the record of a merged round."""
+
+    summary: RoundSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishRound:
+    """Publish a persisted round to every watcher.
+
+    Attributes:
+        sync_s: end of the grace window to now, seconds.
+    """
+
+    summary: RoundSummary
+    sync_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitChanged:
+    """Something waits for another reason than before, or (reason empty) no longer.
+
+    Attributes:
+        subject: what waits, such as ``round 17``.
+        reason: stable word for what it waits for.
+        detail: the same for people, with names and numbers.
+    """
+
+    subject: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerChanged:
+    """A learner is live, disconnected, gone or left.
+
+    Attributes:
+        state: the new state.
+        reason: why.
+    """
+
+    learner_id: str
+    incarnation: Incarnation
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """The last round is published, or a drain has nothing left to finish."""
+
+    global_step: int
+
+
+Effect = (
+    GrantSeed
+    | SendPull
+    | SendSchedule
+    | SendStop
+    | Fence
+    | CloseStream
+    | StagePush
+    | AcceptPush
+    | AnswerPush
+    | MergeRound
+    | PersistSeed
+    | PublishSeed
+    | PersistRound
+    | PublishRound
+    | WaitChanged
+    | LearnerChanged
+    | Completed
+)

@@ -1,0 +1,237 @@
+"""What can happen to a synchronizer. The shell feeds these to `SynchronizerCore.handle`.
+
+Every event about a learner names its incarnation, so that whatever an earlier life of the same
+learner still sends is recognised and fenced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decoupled_diloco.errors import Reason
+from decoupled_diloco.versions import Incarnation, Version
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PushKey:
+    """Names a push; a repeated push of one key gets the first answer.
+
+    Attributes:
+        learner_id: who pushes.
+        incarnation: under which life.
+        global_step: round that asked; 0 when seeding.
+        fragment: fragment pushed.
+    """
+
+    learner_id: str
+    incarnation: Incarnation
+    global_step: int
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerJoined:
+    """Membership granted an incarnation; every earlier one of this learner is fenced."""
+
+    learner_id: str
+    incarnation: Incarnation
+    shard: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOpened:
+    """The learner's report stream is open: from now on it can be asked."""
+
+    learner_id: str
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamClosed:
+    """The learner's report stream broke: it is out until it is back."""
+
+    learner_id: str
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerLeft:
+    """The learner said goodbye."""
+
+    learner_id: str
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """A heartbeat: the learner lives, though perhaps it does not progress."""
+
+    learner_id: str
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReported:
+    """A report: the learner's metadata after an inner step.
+
+    Attributes:
+        local_step: its step now.
+        num_steps: inner steps since its report before.
+        num_tokens: tokens trained in them.
+        known_global_steps: global step of the version it has applied, by fragment.
+        loss: training loss in nats per token, where it told.
+    """
+
+    learner_id: str
+    incarnation: Incarnation
+    local_step: int
+    num_steps: int
+    num_tokens: int
+    known_global_steps: tuple[int, ...] = ()
+    loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullDeclined:
+    """The learner cannot meet a pull now; it counts with weight 0."""
+
+    learner_id: str
+    incarnation: Incarnation
+    global_step: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushOpened:
+    """The header of an outer gradient came. Nothing is staged before the core agrees.
+
+    Attributes:
+        key: names the push.
+        term: term of the round that it answers.
+        base: published copy against which it was computed.
+        local_step: local step at which the parameters were copied.
+        num_tokens: tokens since the learner's counters of this fragment were reset.
+        num_steps: inner steps since then.
+    """
+
+    key: PushKey
+    term: int
+    base: Version
+    local_step: int
+    num_tokens: int
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushProgressed:
+    """More bytes of a push are staged."""
+
+    key: PushKey
+    staged_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushStaged:
+    """A push is whole and valid: digest, size and finiteness are checked."""
+
+    key: PushKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushFailed:
+    """A push was found wrong, or its stream broke for good.
+
+    Attributes:
+        refused: True where the content is wrong; False where it merely did not come.
+    """
+
+    key: PushKey
+    reason: Reason
+    message: str
+    refused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedStaged:
+    """The first parameters of a fragment are whole and valid."""
+
+    learner_id: str
+    incarnation: Incarnation
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedPersisted:
+    """All fragments of the seed are persisted, with these versions."""
+
+    versions: tuple[Version, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundMerged:
+    """The outer step of a round is computed; its result has this version."""
+
+    global_step: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundPersisted:
+    """The record of a round is persisted, in the sense of the durability setting."""
+
+    global_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistFailed:
+    """The record of a round (0: the seed) could not be persisted; it is tried again.
+
+    Attributes:
+        retry_after_s: how long to wait first.
+    """
+
+    global_step: int
+    reason: Reason
+    message: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuorumSet:
+    """An operator set the minimum quorum."""
+
+    quorum: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainStarted:
+    """The synchronizer is to stop: no round opens any more, those in flight are finished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time passed; sent at `SynchronizerCore.wake_at`."""
+
+
+Event = (
+    LearnerJoined
+    | StreamOpened
+    | StreamClosed
+    | LearnerLeft
+    | Heard
+    | StepReported
+    | PullDeclined
+    | PushOpened
+    | PushProgressed
+    | PushStaged
+    | PushFailed
+    | SeedStaged
+    | SeedPersisted
+    | RoundMerged
+    | RoundPersisted
+    | PersistFailed
+    | QuorumSet
+    | DrainStarted
+    | Tick
+)

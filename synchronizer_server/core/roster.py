@@ -1,0 +1,216 @@
+"""The membership view: which learners there are, which are live, which are fresh.
+
+Live and progressing are separate states: heartbeats keep a learner live, only reports make it
+fresh. Time is the synchronizer's monotonic clock, given in (design section 6).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from decoupled_diloco.versions import Incarnation
+from synchronizer_server.core.events import LearnerJoined, StepReported
+
+_INTERVALS: Final = 5
+_RATE_SMOOTHING: Final = 0.2
+
+
+class LearnerState(StrEnum):
+    """Where a learner stands."""
+
+    JOINED = "joined"
+    LIVE = "live"
+    DISCONNECTED = "disconnected"
+    GONE = "gone"
+    LEFT = "left"
+
+
+@dataclass(slots=True, kw_only=True)
+class Learner:
+    """What the synchronizer knows of one learner.
+
+    Attributes:
+        learner_id: its id.
+        incarnation: newest life.
+        shard: its data shard.
+        state: where it stands.
+        heard_at: when it was last heard, seconds.
+        local_step: last reported local step.
+        asked_step: local step at which it was last asked; it is fresh above it.
+        reported_at: when the last report of this stream came, seconds.
+        intervals: durations of its last inner steps as seen here, seconds.
+        step_s: their median; None before the first.
+        stepped: True once it has reported a step in this incarnation.
+        known_global_steps: global step of the version it has applied, by fragment.
+        loss: last reported training loss, nats per token.
+        num_tokens: tokens reported in all lives.
+        tokens_per_second: moving average.
+        transfer_s: usual time from being asked to being staged, seconds; None before the first.
+        num_accepted: pushes accepted.
+        num_dropped: pushes dropped.
+        num_refused: pushes refused.
+        last_reason: why the last push that was not accepted was not.
+        num_tokens_merged: sum of the tokens of its contributions, over all fragments.
+    """
+
+    learner_id: str
+    incarnation: Incarnation
+    shard: int
+    heard_at: float
+    state: LearnerState = LearnerState.JOINED
+    local_step: int = 0
+    asked_step: int = 0
+    reported_at: float | None = None
+    intervals: deque[float] = field(default_factory=lambda: deque(maxlen=_INTERVALS))
+    step_s: float | None = None
+    stepped: bool = False
+    known_global_steps: tuple[int, ...] = ()
+    loss: float | None = None
+    num_tokens: int = 0
+    tokens_per_second: float = 0.0
+    transfer_s: float | None = None
+    num_accepted: int = 0
+    num_dropped: int = 0
+    num_refused: int = 0
+    last_reason: str = ""
+    num_tokens_merged: int = 0
+
+    @property
+    def live(self) -> bool:
+        """True while its report stream is open and it was heard in time."""
+        return self.state is LearnerState.LIVE
+
+    @property
+    def fresh(self) -> bool:
+        """True where it has stepped since it was last asked: one local step serves one round."""
+        return self.live and self.local_step > self.asked_step
+
+    def observe_transfer(self, seconds: float) -> None:
+        """Updates the usual transfer time with one push."""
+        if self.transfer_s is None:
+            self.transfer_s = seconds
+        else:
+            self.transfer_s += _RATE_SMOOTHING * (seconds - self.transfer_s)
+
+
+class Roster:
+    """All learners that were ever granted an incarnation, by id."""
+
+    def __init__(self) -> None:
+        self._learners: dict[str, Learner] = {}
+
+    def __iter__(self) -> Iterator[Learner]:
+        return iter(self._learners.values())
+
+    def find(self, learner_id: str) -> Learner | None:
+        """Returns the learner, whatever its incarnation."""
+        return self._learners.get(learner_id)
+
+    def current(self, learner_id: str, incarnation: Incarnation) -> Learner | None:
+        """Returns the learner if that is its newest incarnation; None when unknown or fenced."""
+        learner = self._learners.get(learner_id)
+        return learner if learner is not None and learner.incarnation == incarnation else None
+
+    @property
+    def num_live(self) -> int:
+        """How many learners are live."""
+        return sum(x.live for x in self)
+
+    def live(self) -> list[Learner]:
+        """Live learners, by id."""
+        return sorted((x for x in self if x.live), key=lambda x: x.learner_id)
+
+    def restore(self, learner_id: str, *, incarnation: Incarnation, shard: int, local_step: int,
+                num_tokens_merged: int, now: float) -> None:  # fmt: skip
+        """Puts a learner back that a record knows; it is disconnected until it joins again."""
+        self._learners[learner_id] = Learner(
+            learner_id=learner_id,
+            incarnation=incarnation,
+            shard=shard,
+            heard_at=now,
+            state=LearnerState.DISCONNECTED,
+            local_step=local_step,
+            asked_step=local_step,
+            num_tokens_merged=num_tokens_merged,
+        )
+
+    def join(self, event: LearnerJoined, now: float) -> Learner:
+        """Enters a new life, which fences every earlier one.
+
+        The new incarnation is fresh at its first step: local steps count over all lives, so the
+        step at which it was last asked becomes the one at which it joins.
+        """
+        before = self._learners.get(event.learner_id)
+        learner = Learner(
+            learner_id=event.learner_id,
+            incarnation=event.incarnation,
+            shard=event.shard,
+            heard_at=now,
+        )
+        if before is not None:
+            learner.local_step = learner.asked_step = before.local_step
+            learner.num_tokens = before.num_tokens
+            learner.num_tokens_merged = before.num_tokens_merged
+            learner.transfer_s = before.transfer_s
+            learner.num_accepted = before.num_accepted
+            learner.num_dropped = before.num_dropped
+            learner.num_refused = before.num_refused
+            learner.last_reason = before.last_reason
+        self._learners[event.learner_id] = learner
+        return learner
+
+    def opened(self, learner: Learner, now: float) -> None:
+        """Its report stream is open."""
+        learner.state = LearnerState.LIVE
+        learner.heard_at = now
+        learner.reported_at = None
+
+    def reported(self, learner: Learner, event: StepReported, now: float) -> bool:
+        """Takes a report; returns False for one that is not newer than what is known."""
+        learner.heard_at = now
+        if event.local_step <= 0 or event.num_steps <= 0:
+            return False
+        if not learner.stepped:
+            # Its user may have gone back to an older state: the first step of a life counts.
+            learner.asked_step = min(learner.asked_step, event.local_step - 1)
+        elif event.local_step <= learner.local_step:
+            return False
+        if learner.reported_at is not None:
+            interval = max(now - learner.reported_at, 1e-9)
+            learner.intervals.append(interval / event.num_steps)
+            learner.step_s = statistics.median(learner.intervals)
+            rate = event.num_tokens / interval
+            if learner.tokens_per_second == 0.0:
+                learner.tokens_per_second = rate
+            else:
+                learner.tokens_per_second += _RATE_SMOOTHING * (rate - learner.tokens_per_second)
+        learner.reported_at = now
+        learner.stepped = True
+        learner.local_step = event.local_step
+        learner.num_tokens += event.num_tokens
+        if event.known_global_steps:
+            learner.known_global_steps = event.known_global_steps
+        learner.loss = event.loss if event.loss is not None else learner.loss
+        return True
+
+    def silent(self, now: float, timeout_s: float) -> list[Learner]:
+        """Live learners that were not heard for ``timeout_s`` or longer."""
+        return sorted(
+            (x for x in self if x.live and now >= x.heard_at + timeout_s),
+            key=lambda x: x.learner_id,
+        )
+
+    def silent_at(self, timeout_s: float) -> float | None:
+        """When the next live learner counts as silent, seconds; None where none is live."""
+        heard = min((x.heard_at for x in self if x.live), default=None)
+        return None if heard is None else heard + timeout_s
+
+    def median_step_s(self) -> float | None:
+        """Median over live learners of their own recent step time, seconds; None before any."""
+        recent = [x.step_s for x in self if x.live and x.step_s is not None]
+        return statistics.median(recent) if recent else None

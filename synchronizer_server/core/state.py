@@ -1,0 +1,151 @@
+"""Everything that the core knows, in one place; its parts act on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from decoupled_diloco.settings import RunSettings
+from decoupled_diloco.versions import Incarnation, Version
+from synchronizer_server.core.effects import Effect
+from synchronizer_server.core.lineage import Lineage
+from synchronizer_server.core.pacing import Pace
+from synchronizer_server.core.roster import Roster
+from synchronizer_server.core.rounds import Round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What a store brings back at a restart.
+
+    Attributes:
+        global_step: last persisted t.
+        versions: version of every fragment.
+        incarnations: newest incarnation by learner id.
+        shards: data shard by learner id.
+        local_steps: highest local step known by learner id.
+        tokens_merged: tokens of accepted contributions by learner id.
+        quorum: K in force.
+    """
+
+    global_step: int
+    versions: tuple[Version, ...]
+    incarnations: Mapping[str, Incarnation]
+    shards: Mapping[str, int]
+    local_steps: Mapping[str, int]
+    tokens_merged: Mapping[str, int]
+    quorum: int
+
+
+@dataclass(slots=True, kw_only=True)
+class CoreState:
+    """State of the synchronizer's core.
+
+    Attributes:
+        settings: settings of the run.
+        term: term of leadership.
+        num_fragments: fragments of the layout, P; 0 until the first learner brings it.
+        quorum: K in force.
+        roster: the learners.
+        lineage: versions of the fragments.
+        pace: moving averages.
+        rounds: rounds in flight, oldest first.
+        last_opened: t of the newest round.
+        committed: t of the newest published round.
+        opens_at: no round opens before, seconds.
+        steps_at_merge: per fragment, (incarnation, local step) of each live learner at its merge.
+        seeder: who is to push the seed.
+        seeded_fragments: fragments of the seed that are staged.
+        seed_persisting: True while the seed is being persisted.
+        seed_progress_at: when the seeder was granted, or brought its last fragment, seconds.
+        seed_retry_at: when to persist the seed again after a failure, seconds; None: no failure.
+        draining: no round opens any more.
+        complete: the last round is published, or the drain is done.
+        first_step: t of the first round that this synchronizer opens.
+        started: True once that round has opened.
+        effects: what the event under way leads to, in order.
+    """
+
+    settings: RunSettings
+    term: int
+    num_fragments: int
+    quorum: int
+    roster: Roster
+    lineage: Lineage
+    pace: Pace
+    rounds: list[Round] = field(default_factory=list)
+    last_opened: int = 0
+    committed: int = 0
+    opens_at: float = 0.0
+    steps_at_merge: dict[int, dict[str, tuple[Incarnation, int]]] = field(default_factory=dict)
+    seeder: tuple[str, Incarnation] | None = None
+    seeded_fragments: set[int] = field(default_factory=set)
+    seed_persisting: bool = False
+    seed_progress_at: float = 0.0
+    seed_retry_at: float | None = None
+    draining: bool = False
+    complete: bool = False
+    first_step: int = 1
+    started: bool = False
+    effects: list[Effect] = field(default_factory=list)
+
+    @property
+    def seeded(self) -> bool:
+        """True once every fragment has a version."""
+        return self.lineage.num_fragments > 0
+
+    @property
+    def finished(self) -> bool:
+        """True once the last round of the run is published."""
+        return self.seeded and self.last_step is not None and self.committed >= self.last_step
+
+    @property
+    def last_step(self) -> int | None:
+        """T, or None where the run has no end."""
+        return self.settings.total_global_steps or None
+
+    def round(self, global_step: int) -> Round | None:
+        """The round of ``global_step`` if it is in flight."""
+        return next((r for r in self.rounds if r.global_step == global_step), None)
+
+    def fragment_of(self, global_step: int) -> int:
+        """The fragment of a global step: t mod P."""
+        return global_step % self.num_fragments
+
+    def due_fragments(self) -> tuple[int, ...]:
+        """Fragments that learners are to copy at the next inner-step boundary, soonest first."""
+        steps: Sequence[int] = [r.global_step for r in self.rounds if r.collecting]
+        newest = max(self.last_opened, self.committed)
+        steps = [*steps, *range(newest + 1, newest + 1 + self.settings.overlap)]
+        last = self.last_step
+        return tuple(dict.fromkeys(self.fragment_of(t) for t in steps if last is None or t <= last))
+
+
+def new_state(
+    settings: RunSettings, *, term: int, num_fragments: int, restored: Restored | None, now: float
+) -> CoreState:
+    """Returns the state of a synchronizer that begins, or goes on from a store."""
+    state = CoreState(
+        settings=settings,
+        term=term,
+        num_fragments=num_fragments,
+        quorum=settings.quorum,
+        roster=Roster(),
+        lineage=Lineage((), settings.retained_updates),
+        pace=Pace(settings, max(num_fragments, 1)),
+    )
+    if restored is not None:
+        state.quorum = restored.quorum
+        state.last_opened = state.committed = restored.global_step
+        state.first_step = restored.global_step + 1
+        state.lineage.start(restored.versions)
+        for learner_id, incarnation in sorted(restored.incarnations.items()):
+            state.roster.restore(
+                learner_id,
+                incarnation=incarnation,
+                shard=restored.shards[learner_id],
+                local_step=restored.local_steps.get(learner_id, 0),
+                num_tokens_merged=restored.tokens_merged.get(learner_id, 0),
+                now=now,
+            )
+    return state

@@ -1,0 +1,367 @@
+"""The shell round the core: carries out its effects and feeds it what happens.
+
+One event loop owns everything here. Tensor work and storage run in order on runners of their own,
+so that reports and heartbeats are never behind a merge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.layout import Layout
+from decoupled_diloco.settings import RunSettings
+from decoupled_diloco.v1 import synchronizer_pb2 as pb
+from decoupled_diloco.v1 import types_pb2
+from decoupled_diloco.versions import Incarnation
+from synchronizer_server.commits import Committer
+from synchronizer_server.convert import OUTCOMES
+from synchronizer_server.core import effects as fx
+from synchronizer_server.core import events as ev
+from synchronizer_server.core.synchronizer import SynchronizerCore
+from synchronizer_server.journal import Journal
+from synchronizer_server.ledger import Ledger
+from synchronizer_server.membership.base import Membership
+from synchronizer_server.runner import Runner
+from synchronizer_server.streams import ReportStream
+from synchronizer_server.tensors import TensorBook
+from synchronizer_server.tickets import TicketDesk
+from synchronizer_server.updates import UpdateBook
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What an engine is made of; each part is a seam with more than one implementation.
+
+    Attributes:
+        settings: settings of the run.
+        core: the state machine.
+        membership: who is alive, and under which incarnation.
+        committer: persists and publishes.
+        tensors_runner: runs tensor work.
+        clock: monotonic seconds.
+        journal: events worth a figure later.
+        max_staged_bytes: bound on pushes under way.
+        leader_id: random id of this process.
+    """
+
+    settings: RunSettings
+    core: SynchronizerCore
+    membership: Membership
+    committer: Committer
+    tensors_runner: Runner
+    clock: Callable[[], float]
+    journal: Journal
+    max_staged_bytes: int
+    leader_id: str
+
+
+class Engine:
+    """One synchronizer at work.
+
+    Args:
+        parts: what it is made of.
+        layout: layout of the run, where it is known already.
+    """
+
+    def __init__(self, parts: Parts, layout: Layout | None) -> None:
+        self.parts = parts
+        self.core = parts.core
+        self.layout = layout
+        self.tickets = TicketDesk(parts.max_staged_bytes)
+        self.streams: dict[str, ReportStream] = {}
+        self.ledger = Ledger()
+        self.complete = asyncio.Event()
+        self.started_at = parts.clock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.Event = asyncio.Event()
+        self._failure: BaseException | None = None
+        self.fatal = asyncio.Event()
+
+    # -- queries ---------------------------------------------------------------------------------
+
+    @property
+    def tensors(self) -> TensorBook:
+        """The tensors of the run; there once the layout is known."""
+        return self.parts.committer.tensors
+
+    @property
+    def updates(self) -> UpdateBook:
+        """What watchers get."""
+        return self.parts.committer.updates
+
+    def claim(self) -> types_pb2.LeadershipClaim:
+        """This process's claim of leadership."""
+        return types_pb2.LeadershipClaim(
+            run_id=self.parts.settings.run_id,
+            term=self.core.state.term,
+            leader_id=self.parts.leader_id,
+        )
+
+    def clock_message(self) -> types_pb2.Clock:
+        """The synchronizer's clock: t, and the version vector."""
+        return types_pb2.Clock(
+            sender=self.parts.leader_id,
+            term=self.core.state.term,
+            own_step=self.core.state.committed,
+            known_global_steps=[v.global_step for v in self.updates.versions()],
+        )
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended this engine, if anything did."""
+        return self._failure
+
+    # -- events in, effects out ------------------------------------------------------------------
+
+    def handle(self, event: ev.Event) -> list[fx.Effect]:
+        """Feeds an event to the core and carries out what follows; returns the effects."""
+        effects = self.core.handle(event, self.parts.clock())
+        for effect in effects:
+            self._carry_out(effect)
+        self._timer.set()
+        return effects
+
+    async def run_timer(self) -> None:
+        """Ticks the core whenever it asks for it; runs until cancelled."""
+        while True:
+            wake_at = self.core.wake_at(self.parts.clock())
+            self._timer.clear()
+            delay = None if wake_at is None else max(wake_at - self.parts.clock(), 0.0)
+            try:
+                await asyncio.wait_for(self._timer.wait(), delay)
+            except TimeoutError:
+                self.handle(ev.Tick())
+
+    def spawn(self, work: Coroutine[object, object, None]) -> None:
+        """Runs something beside; a failure of ours ends the engine loudly."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    async def close(self) -> None:
+        """Cancels what runs beside and ends all streams."""
+        for stream in list(self.streams.values()):
+            stream.close(DilocoError(Reason.DRAINING, "the synchronizer stops; train on"))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.critical("the synchronizer cannot go on", exc_info=error)
+            self._failure = error
+            self.fatal.set()
+
+    def _carry_out(self, effect: fx.Effect) -> None:
+        match effect:
+            case fx.SendPull():
+                self._send_pull(effect)
+            case fx.SendSchedule():
+                schedule = pb.Schedule(
+                    global_step=effect.global_step, due_fragments=effect.due_fragments
+                )
+                self._send_all(pb.ReportResponse(schedule=schedule))
+            case fx.SendStop():
+                stop = pb.Stop(global_step=effect.global_step, reason="the run is complete")
+                self._send_all(pb.ReportResponse(stop=stop))
+            case fx.AcceptPush():
+                self._accept(effect)
+            case fx.AnswerPush():
+                self._answer(effect)
+            case fx.MergeRound():
+                self.spawn(self._merge(effect))
+            case fx.PersistRound():
+                self.spawn(self._persist(effect))
+            case fx.PublishRound():
+                self._publish(effect)
+            case fx.PersistSeed():
+                self.spawn(self._persist_seed())
+            case fx.PublishSeed():
+                self.parts.committer.publish_seed()
+                self.parts.journal.write("seeded")
+                logger.info("the run is seeded")
+            case fx.Fence() | fx.CloseStream():
+                self._end_stream(effect)
+            case fx.Completed():
+                self._completed(effect)
+            case fx.WaitChanged() | fx.LearnerChanged():
+                self._tell(effect)
+            case fx.GrantSeed() | fx.StagePush():
+                pass  # the Join and Push services read these from what `handle` returns
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    def _send_all(self, message: pb.ReportResponse) -> None:
+        for stream in list(self.streams.values()):
+            stream.send(message)
+
+    def _send_pull(self, effect: fx.SendPull) -> None:
+        stream = self.streams.get(effect.learner_id)
+        if stream is not None and stream.incarnation == effect.incarnation:
+            pull = pb.Pull(
+                term=self.core.state.term,
+                global_step=effect.global_step,
+                fragment=effect.fragment,
+            )
+            stream.send(pb.ReportResponse(pull=pull))
+
+    def _end_stream(self, effect: fx.Fence | fx.CloseStream) -> None:
+        reason = effect.reason if isinstance(effect, fx.CloseStream) else Reason.FENCED
+        stream = self.streams.get(effect.learner_id)
+        if stream is None or stream.incarnation != effect.incarnation:
+            return
+        del self.streams[effect.learner_id]
+        text = {
+            Reason.FENCED: "a later incarnation of this learner has joined; this one must stop",
+            Reason.LEARNER_GONE: "nothing was heard in time; open the stream again",
+        }.get(reason, "join again")
+        stream.close(DilocoError(reason, text, learner=effect.learner_id))
+
+    # -- pushes ----------------------------------------------------------------------------------
+
+    def _answer(self, effect: fx.AnswerPush) -> None:
+        if effect.outcome is not fx.Outcome.ACCEPTED:
+            self.ledger.pushes_by_reason[str(effect.reason)] += 1
+        ticket = self.tickets.drop(effect.key)
+        if ticket is not None:
+            ticket.settle(
+                pb.PushResponse(
+                    outcome=OUTCOMES[effect.outcome],
+                    reason=str(effect.reason),
+                    message=effect.message,
+                    clock=self.clock_message(),
+                )
+            )
+
+    def _accept(self, effect: fx.AcceptPush) -> None:
+        key = effect.key
+        ticket = self.tickets.drop(key)
+        assert ticket is not None, "accepted what was staged"
+        vector = ticket.vector
+        assert vector is not None, "staged means decoded"
+        older_base = None
+        if effect.rebase:
+            header = self.core.state.round(key.global_step)
+            assert header is not None, "accepted into a round in flight"
+            base = header.accepted[key.learner_id].base
+            older_base = self.updates.copy_at(key.fragment, base)
+            assert older_base is not None, "retained by core and shell alike"
+        self.ledger.bytes_up[key.learner_id] += ticket.encoding.payload_bytes
+        done = self.parts.tensors_runner.submit(
+            lambda: self.tensors.accumulate(
+                key.global_step, key.fragment, vector, effect.weight, older_base
+            )
+        )
+        answer = pb.PushResponse(outcome=pb.PUSH_OUTCOME_ACCEPTED, clock=self.clock_message())
+
+        async def finish() -> None:
+            await done
+            ticket.settle(answer)
+
+        self.spawn(finish())
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    async def _merge(self, effect: fx.MergeRound) -> None:
+        version = await self.parts.committer.merge(effect.global_step, effect.fragment)
+        self.handle(ev.RoundMerged(global_step=effect.global_step, version=version))
+
+    async def _persist(self, effect: fx.PersistRound) -> None:
+        step = effect.summary.global_step
+        try:
+            await self.parts.committer.persist(effect.summary)
+        except DilocoError as error:
+            self.handle(self._persist_failed(step, error))
+        else:
+            self.handle(ev.RoundPersisted(global_step=step))
+
+    def _persist_failed(self, global_step: int, error: DilocoError) -> ev.PersistFailed:
+        logger.error("round %d is not persisted, merging waits: %s", global_step, error)
+        self.parts.journal.write(
+            "persist_failed", global_step=global_step, reason=str(error.reason)
+        )
+        return ev.PersistFailed(
+            global_step=global_step,
+            reason=error.reason,
+            message=error.message,
+            retry_after_s=PERSIST_RETRY_S,
+        )
+
+    def _publish(self, effect: fx.PublishRound) -> None:
+        summary = effect.summary
+        self.parts.committer.publish(summary)
+        self.ledger.published(summary)
+        self.parts.journal.write(
+            "round",
+            global_step=summary.global_step,
+            term=self.core.state.term,
+            fragment=summary.fragment,
+            contributors=[c.learner_id for c in summary.contributions],
+            live=list(summary.live),
+            dropped={d.learner_id: d.reason for d in summary.dropped},
+            weights=[c.weight for c in summary.contributions],
+            tokens=sum(c.num_tokens for c in summary.contributions),
+            grace_s=summary.grace_s,
+            quorum_s=summary.quorum_s,
+            sync_s=effect.sync_s,
+            step_s=summary.step_s,
+            measured_h=summary.measured_h,
+            bytes_up=self.ledger.bytes_up.total(),
+            bytes_down=self.ledger.bytes_down.total(),
+        )
+
+    async def _persist_seed(self) -> None:
+        try:
+            versions = await self.parts.committer.persist_seed()
+        except DilocoError as error:
+            failed = self._persist_failed(0, error)
+            await asyncio.sleep(failed.retry_after_s)
+            self.handle(failed)
+            return
+        await self._mark_seeded()
+        self.handle(ev.SeedPersisted(versions=versions))
+
+    async def _mark_seeded(self) -> None:
+        try:
+            await self.parts.membership.mark_seeded(self.core.state.term)
+        except DilocoError as error:
+            logger.warning("the membership does not know that the run is seeded: %s", error)
+
+    def _completed(self, effect: fx.Completed) -> None:
+        logger.info("complete at global step %d", effect.global_step)
+        self.parts.journal.write("complete", global_step=effect.global_step)
+        self.complete.set()
+
+    # -- news ------------------------------------------------------------------------------------
+
+    def _tell(self, effect: fx.WaitChanged | fx.LearnerChanged) -> None:
+        if isinstance(effect, fx.WaitChanged):
+            text = f"{effect.reason}: {effect.detail}" if effect.reason else effect.detail
+            logger.info("%s: %s", effect.subject, text)
+            self.parts.journal.write(
+                "wait", subject=effect.subject, reason=effect.reason, detail=effect.detail
+            )
+            return
+        logger.info("%s is %s: %s", effect.learner_id, effect.state, effect.reason)
+        self.parts.journal.write(
+            "learner",
+            learner_id=effect.learner_id,
+            incarnation=str(effect.incarnation),
+            state=effect.state,
+            reason=effect.reason,
+        )
+
+    def live_incarnations(self) -> dict[str, Incarnation]:
+        """Live learners and their incarnations, for a heartbeat batch."""
+        return {x.learner_id: x.incarnation for x in self.core.state.roster.live()}
+
+
+PERSIST_RETRY_S = 1.0
+"""Wait before a failed commit is tried again, seconds."""

@@ -1,0 +1,176 @@
+"""Joining: layout, shard, incarnation, seeding. One join at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from typing import Final
+
+from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.layout import Layout, Strategy, build_layout, first_difference
+from decoupled_diloco.settings import PROTOCOL_VERSION
+from decoupled_diloco.v1 import synchronizer_pb2 as pb
+from decoupled_diloco.versions import Incarnation
+from synchronizer_server.commits import layout_description
+from synchronizer_server.convert import check_id, incarnation_to, malformed, tensors_from
+from synchronizer_server.core import events as ev
+from synchronizer_server.engine import Engine
+from synchronizer_server.store.base import RoundStore, RunDescription
+from synchronizer_server.tensors import TensorBook
+
+logger = logging.getLogger(__name__)
+
+_MAX_REMEMBERED: Final = 1024
+_MAX_LABELS: Final = 32
+
+
+class JoinDesk:
+    """Grants incarnations.
+
+    Args:
+        engine: the engine.
+        store: keeps the layout from the first join on.
+    """
+
+    def __init__(self, engine: Engine, store: RoundStore) -> None:
+        self._engine = engine
+        self._store = store
+        self._lock = asyncio.Lock()
+        self._answers: OrderedDict[tuple[str, str], pb.JoinResponse] = OrderedDict()
+        self.labels: dict[str, dict[str, str]] = {}
+
+    async def join(self, request: pb.JoinRequest) -> pb.JoinResponse:
+        """Lets a learner in; a repeated request gets the same incarnation again.
+
+        Raises:
+            DilocoError: why it may not join.
+        """
+        learner_id = check_id(request.learner_id, "learner_id")
+        check_id(request.request_id, "request_id")
+        self._check_run(request)
+        async with self._lock:
+            again = self._answers.get((learner_id, request.request_id))
+            if again is not None and self._is_current(learner_id, again):
+                return again
+            await self._check_layout(request)
+            response = await self._grant(learner_id, request)
+            self._answers[learner_id, request.request_id] = response
+            while len(self._answers) > _MAX_REMEMBERED:
+                self._answers.popitem(last=False)
+            return response
+
+    def _is_current(self, learner_id: str, answer: pb.JoinResponse) -> bool:
+        known = self._engine.core.state.roster.find(learner_id)
+        given = Incarnation(answer.incarnation.term, answer.incarnation.number)
+        return known is not None and known.incarnation == given
+
+    def _check_run(self, request: pb.JoinRequest) -> None:
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise DilocoError(
+                Reason.PROTOCOL_MISMATCH,
+                f"the learner speaks protocol {request.protocol_version}, the synchronizer "
+                f"{PROTOCOL_VERSION}; install the same version on both sides",
+            )
+        run_id = self._engine.parts.settings.run_id
+        if request.run_id and request.run_id != run_id:
+            raise DilocoError(
+                Reason.RUN_MISMATCH,
+                f"this synchronizer serves run {run_id!r}, not "
+                f"{request.run_id!r}; check the address",
+            )
+        if self._engine.core.state.draining:
+            raise DilocoError(Reason.DRAINING, "the synchronizer stops; try again later")
+
+    async def _check_layout(self, request: pb.JoinRequest) -> None:
+        tensors = tensors_from(request.tensors)
+        engine = self._engine
+        settings = engine.parts.settings
+        if engine.layout is None:
+            layout = build_layout(
+                tensors,
+                strategy=Strategy(settings.strategy),
+                num_fragments=settings.num_fragments,
+                overlap=settings.overlap,
+            )
+            self._check_fingerprint(request, layout)
+            await self._fix_layout(layout)
+            return
+        difference = first_difference(engine.layout.tensors, tensors)
+        if difference is not None:
+            raise DilocoError(
+                Reason.LAYOUT_MISMATCH,
+                f"the model of {request.learner_id} is not the fleet's: {difference} (here is the "
+                "fleet, there the learner); train the same model everywhere",
+            )
+        self._check_fingerprint(request, engine.layout)
+
+    def _check_fingerprint(self, request: pb.JoinRequest, layout: Layout) -> None:
+        if request.layout_fingerprint and request.layout_fingerprint != layout.fingerprint:
+            raise DilocoError(
+                Reason.LAYOUT_MISMATCH,
+                "the same tensors gave another layout at the learner; install the same version "
+                "on both sides",
+            )
+
+    async def _fix_layout(self, layout: Layout) -> None:
+        engine = self._engine
+        description: RunDescription = {"layout": layout_description(layout)}
+        store_runner = engine.parts.committer.store_runner
+        await store_runner.submit(lambda: self._store.open_run(description))
+        engine.layout = layout
+        tensors = TensorBook(layout, engine.parts.settings, engine.core.state.term)
+        engine.parts.committer.begin(tensors)
+        engine.core.fix_layout(layout.num_fragments)
+        logger.info(
+            "layout: %d parameters in %d fragments", layout.num_parameters, layout.num_fragments
+        )
+
+    async def _grant(self, learner_id: str, request: pb.JoinRequest) -> pb.JoinResponse:
+        engine = self._engine
+        state = engine.core.state
+        shard = engine.core.shard_for(learner_id)
+        if shard is None:
+            raise DilocoError(
+                Reason.NO_SHARD_LEFT,
+                f"all {state.settings.num_learners} data shards belong to other learner ids; join "
+                "under one of their ids, or start the run with more planned learners",
+            )
+        known = state.roster.find(learner_id)
+        incarnation = await self._grant_incarnation(
+            learner_id, known.incarnation.number if known is not None else 0
+        )
+        if len(request.labels) > _MAX_LABELS:
+            raise malformed(f"{len(request.labels)} labels, at most {_MAX_LABELS}")
+        self.labels[learner_id] = {k[:64]: v[:256] for k, v in request.labels.items()}
+        engine.handle(ev.LearnerJoined(learner_id=learner_id, incarnation=incarnation, shard=shard))
+        learner = state.roster.current(learner_id, incarnation)
+        assert learner is not None, "just joined"
+        assert engine.layout is not None, "checked"
+        return pb.JoinResponse(
+            claim=engine.claim(),
+            incarnation=incarnation_to(incarnation),
+            settings=state.settings.to_proto(),
+            layout_fingerprint=engine.layout.fingerprint,
+            seed=state.seeder == (learner_id, incarnation),
+            shard=shard,
+            local_step=learner.local_step,
+            clock=engine.clock_message(),
+        )
+
+    async def _grant_incarnation(self, learner_id: str, at_least: int) -> Incarnation:
+        """A new incarnation; where the membership does not answer, from our own record.
+
+        Incarnations belong to the round record and the membership has a copy, so its failing
+        alone keeps nobody out: the next grant takes the higher of both.
+        """
+        term = self._engine.core.state.term
+        try:
+            return await self._engine.parts.membership.grant_incarnation(
+                learner_id, term=term, at_least=at_least
+            )
+        except DilocoError as error:
+            if error.reason is not Reason.MEMBERSHIP_UNAVAILABLE:
+                raise
+            logger.warning("%s joins without the membership: %s", learner_id, error.message)
+            return Incarnation(term, at_least + 1)

@@ -1,0 +1,143 @@
+"""Totals of a run since this process started, and the records that survive it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from decoupled_diloco.v1 import admin_pb2
+from decoupled_diloco.versions import Version
+from synchronizer_server.core.effects import RoundSummary
+from synchronizer_server.core.records import RoundRecord
+from synchronizer_server.core.state import CoreState, Restored
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Counts what no figure may be shown without: participation and measured H.
+
+    Attributes:
+        num_rounds: rounds published.
+        num_contributions: sum of their contributors.
+        num_live: sum of the learners live in them.
+        contributors: rounds by number of contributors.
+        pushes_by_reason: pushes that were dropped or refused, by reason code.
+        measured_h_sum: sum over rounds that measured it.
+        measured_h_rounds: how many did.
+        bytes_up: bytes of outer gradients by learner id.
+        bytes_down: bytes of updates by learner id.
+        bytes_observed: bytes of updates to observers.
+    """
+
+    num_rounds: int = 0
+    num_contributions: int = 0
+    num_live: int = 0
+    contributors: Counter[int] = field(default_factory=Counter)
+    pushes_by_reason: Counter[str] = field(default_factory=Counter)
+    measured_h_sum: float = 0.0
+    measured_h_rounds: int = 0
+    bytes_up: Counter[str] = field(default_factory=Counter)
+    bytes_down: Counter[str] = field(default_factory=Counter)
+    bytes_observed: int = 0
+
+    def sent(self, learner_id: str | None, num_bytes: int) -> None:
+        """Counts an update that was sent; None stands for an observer."""
+        if learner_id is None:
+            self.bytes_observed += num_bytes
+        else:
+            self.bytes_down[learner_id] += num_bytes
+
+    def published(self, summary: RoundSummary) -> None:
+        """Takes a published round."""
+        contributors = len(summary.contributions)
+        self.num_rounds += 1
+        self.num_contributions += contributors
+        # A contributor that died before the others were asked is a contribution without a live.
+        self.num_live += max(len(summary.live), contributors)
+        self.contributors[contributors] += 1
+        if summary.measured_h is not None:
+            self.measured_h_sum += summary.measured_h
+            self.measured_h_rounds += 1
+
+    @property
+    def participation(self) -> float:
+        """Contributors over live learners."""
+        return self.num_contributions / self.num_live if self.num_live else 0.0
+
+    @property
+    def measured_h(self) -> float:
+        """Inner steps between two merges of one fragment, mean over rounds; 0 before any."""
+        return self.measured_h_sum / self.measured_h_rounds if self.measured_h_rounds else 0.0
+
+    def totals(self, tokens_merged: int) -> admin_pb2.Totals:
+        """The totals as a message."""
+        most = max(self.contributors, default=0)
+        return admin_pb2.Totals(
+            rounds=self.num_rounds,
+            contributions=self.num_contributions,
+            live=self.num_live,
+            contributors_histogram=[self.contributors[i] for i in range(most + 1)],
+            pushes_by_reason=dict(self.pushes_by_reason),
+            tokens_merged=tokens_merged,
+            bytes_up=self.bytes_up.total(),
+            bytes_down=self.bytes_down.total(),
+            participation=self.participation,
+            measured_h=self.measured_h,
+        )
+
+
+def make_record(
+    state: CoreState,
+    *,
+    global_step: int,
+    versions: tuple[Version, ...],
+    fingerprint: str,
+    summary: RoundSummary | None = None,
+) -> RoundRecord:
+    """The round record of what the core knows now.
+
+    Args:
+        state: the core's state.
+        global_step: t of the round; 0 for the seed.
+        versions: the version vector after it.
+        fingerprint: fingerprint of the layout.
+        summary: the round; None for the seed and for the start of a term.
+    """
+    learners = sorted(state.roster, key=lambda x: x.learner_id)
+    merged = {x.learner_id: x.num_tokens_merged for x in learners}
+    return RoundRecord(
+        run_id=state.settings.run_id,
+        group=0,
+        term=state.term,
+        global_step=global_step,
+        fragment=summary.fragment if summary else None,
+        versions=versions,
+        contributions=summary.contributions if summary else (),
+        dropped=summary.dropped if summary else (),
+        incarnations={x.learner_id: x.incarnation for x in learners},
+        shards={x.learner_id: x.shard for x in learners},
+        local_steps={x.learner_id: x.local_step for x in learners},
+        quorum=state.quorum,
+        leases=(),
+        num_tokens_merged=sum(merged.values()),
+        tokens_merged_by_learner=merged,
+        layout_fingerprint=fingerprint,
+    )
+
+
+def restored_from(record: RoundRecord, quorum: int) -> Restored:
+    """What the core needs of a record to go on.
+
+    Args:
+        record: the newest complete one.
+        quorum: K in force: an operator's, else the run's setting.
+    """
+    return Restored(
+        global_step=record.global_step,
+        versions=record.versions,
+        incarnations=record.incarnations,
+        shards=record.shards,
+        local_steps=record.local_steps,
+        tokens_merged=record.tokens_merged_by_learner,
+        quorum=quorum,
+    )

@@ -1,0 +1,106 @@
+"""The seam between the synchronizer and the keeper of membership (design section 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.versions import Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A learner that is known to live, or did so not long ago.
+
+    Attributes:
+        learner_id: the learner.
+        incarnation: its latest incarnation.
+        age_s: seconds since its last heartbeat, by the membership's own clock.
+    """
+
+    learner_id: str
+    incarnation: Incarnation
+    age_s: float
+
+
+class Membership(Protocol):
+    """Members, incarnations, quorum and the seeded mark of one group of one run.
+
+    The synchronizer heartbeats for the learners it hears; learners never come here. Every call is
+    one round trip. Every call may raise ``DilocoError``: ``MEMBERSHIP_UNAVAILABLE`` when the
+    keeper does not answer (call again later; nothing else is lost by it), ``MALFORMED`` when what
+    it holds is not ours.
+    """
+
+    async def grant_incarnation(
+        self, learner_id: str, *, term: int, at_least: int = 0
+    ) -> Incarnation:
+        """Begins a new life of a learner, and counts as its first heartbeat.
+
+        Args:
+            learner_id: the learner.
+            term: term of the leader that grants.
+            at_least: highest number known from the last round record, 0 if none.
+
+        Returns:
+            ``(term, 1 + max(stored, at_least))``.
+
+        Raises:
+            DilocoError: ``STALE_TERM`` when a later term has granted one already.
+        """
+
+    async def heartbeat(self, batch: Mapping[str, Incarnation]) -> None:
+        """Marks learners as alive now. An older incarnation than the known one is ignored."""
+
+    async def members(self) -> list[Member]:
+        """All members, the longest unheard first."""
+
+    async def expired(self, older_than_s: float) -> list[Member]:
+        """Members unheard for more than ``older_than_s`` seconds, the longest first."""
+
+    async def remove(self, learner_id: str, incarnation: Incarnation) -> bool:
+        """Ends a membership if that incarnation is the latest; True when a member was removed.
+
+        The incarnation stays known, so its number is never granted again.
+        """
+
+    async def get_quorum(self) -> int | None:
+        """K as an operator last set it; None when nobody did."""
+
+    async def set_quorum(self, quorum: int) -> None:
+        """Sets K.
+
+        Raises:
+            UsageError: ``CONFIG_INVALID`` when it is below 1.
+        """
+
+    async def mark_seeded(self, term: int) -> bool:
+        """Marks the run as seeded; True for the first caller only."""
+
+    async def is_seeded(self) -> bool:
+        """Tells whether the run was ever marked as seeded."""
+
+    async def aclose(self) -> None:
+        """Releases what the membership holds open. Calling it again does nothing."""
+
+
+def check_quorum(quorum: int) -> None:
+    """Refuses a K below 1.
+
+    Raises:
+        UsageError: ``CONFIG_INVALID``.
+    """
+    if quorum < 1:
+        raise UsageError(Reason.CONFIG_INVALID, f"quorum is {quorum}; it must be at least 1")
+
+
+def stale_grant(learner_id: str, term: int, known: Incarnation) -> DilocoError:
+    """The error for a grant by a leader whose term is over."""
+    return DilocoError(
+        Reason.STALE_TERM,
+        f"learner {learner_id!r} has incarnation {known} of a later term; term {term} is over",
+        learner=learner_id,
+        term=term,
+    )

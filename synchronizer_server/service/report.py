@@ -1,0 +1,107 @@
+"""Report: metadata of inner steps up, pulls and schedule down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from decoupled_diloco.errors import DilocoError, reason_of
+from decoupled_diloco.v1 import synchronizer_pb2 as pb
+from decoupled_diloco.versions import Incarnation
+from synchronizer_server.convert import incarnation_from, loss_from, malformed
+from synchronizer_server.core import events as ev
+from synchronizer_server.engine import Engine
+from synchronizer_server.service.identity import require_current
+from synchronizer_server.streams import ReportStream
+
+
+async def report(
+    engine: Engine, requests: AsyncIterator[pb.ReportRequest]
+) -> AsyncIterator[pb.ReportResponse]:
+    """Serves one report stream until the learner or the core ends it.
+
+    Raises:
+        DilocoError: FENCED, UNKNOWN_LEARNER or MALFORMED.
+    """
+    stream = _open(engine, await _hello(requests))
+    reader = asyncio.ensure_future(_read(engine, stream, requests))
+    try:
+        async for message in stream.messages():
+            yield message
+    finally:
+        reader.cancel()
+        _close(engine, stream)
+
+
+async def _hello(requests: AsyncIterator[pb.ReportRequest]) -> pb.ReportHello:
+    first = await anext(aiter(requests), None)
+    if first is None or first.WhichOneof("kind") != "hello":
+        raise malformed("a report stream does not begin with a hello")
+    return first.hello
+
+
+def _open(engine: Engine, hello: pb.ReportHello) -> ReportStream:
+    learner_id, incarnation = hello.learner_id, incarnation_from(hello.incarnation)
+    require_current(engine, learner_id, incarnation)
+    before = engine.streams.pop(learner_id, None)
+    if before is not None:
+        before.close()
+    stream = ReportStream(learner_id, incarnation)
+    engine.streams[learner_id] = stream
+    state = engine.core.state
+    engine.handle(ev.StreamOpened(learner_id=learner_id, incarnation=incarnation))
+    if state.seeded:
+        schedule = pb.Schedule(global_step=state.committed, due_fragments=state.due_fragments())
+        stream.send(pb.ReportResponse(schedule=schedule))
+    if state.complete and not state.draining:
+        stop = pb.Stop(global_step=state.committed, reason="the run is complete")
+        stream.send(pb.ReportResponse(stop=stop))
+    return stream
+
+
+def _close(engine: Engine, stream: ReportStream) -> None:
+    if engine.streams.get(stream.learner_id) is stream:
+        del engine.streams[stream.learner_id]
+        engine.handle(ev.StreamClosed(learner_id=stream.learner_id, incarnation=stream.incarnation))
+
+
+async def _read(
+    engine: Engine, stream: ReportStream, requests: AsyncIterator[pb.ReportRequest]
+) -> None:
+    try:
+        async for request in requests:
+            engine.handle(_event(stream, request))
+    except DilocoError as error:
+        stream.close(error)
+    else:
+        stream.close()
+
+
+def _event(stream: ReportStream, request: pb.ReportRequest) -> ev.Event:
+    learner_id, incarnation = stream.learner_id, stream.incarnation
+    match request.WhichOneof("kind"):
+        case "inner_step":
+            return _step(learner_id, incarnation, request.inner_step)
+        case "heartbeat":
+            return ev.Heard(learner_id=learner_id, incarnation=incarnation)
+        case "pull_declined":
+            return ev.PullDeclined(
+                learner_id=learner_id,
+                incarnation=incarnation,
+                global_step=request.pull_declined.global_step,
+                reason=reason_of(request.pull_declined.reason),
+            )
+        case _:
+            raise malformed("a report of a kind that is not known here")
+
+
+def _step(learner_id: str, incarnation: Incarnation, step: pb.InnerStep) -> ev.StepReported:
+    return ev.StepReported(
+        learner_id=learner_id,
+        incarnation=incarnation,
+        local_step=step.clock.own_step,
+        num_steps=step.num_steps,
+        num_tokens=step.num_tokens,
+        known_global_steps=tuple(step.clock.known_global_steps),
+        loss=loss_from(step),
+    )

@@ -1,0 +1,125 @@
+"""SynchronizerService: translation only, one module per RPC behind it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+
+from decoupled_diloco.channel import abort
+from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.v1 import synchronizer_pb2 as pb
+from decoupled_diloco.v1 import synchronizer_pb2_grpc as rpc
+from synchronizer_server.convert import incarnation_from
+from synchronizer_server.core import events as ev
+from synchronizer_server.engine import Engine
+from synchronizer_server.joining import JoinDesk
+from synchronizer_server.service.identity import require_current
+from synchronizer_server.service.push import push
+from synchronizer_server.service.report import report
+from synchronizer_server.service.watch import watch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+async def refuse(context: Context, error: Exception) -> NoReturn:
+    """Ends an RPC with a status: ours as it is, any other as INTERNAL (the log says more)."""
+    if not isinstance(error, DilocoError):
+        logger.error("an RPC failed", exc_info=error)
+        error = DilocoError(Reason.INTERNAL, "the synchronizer failed; its log says more")
+    await abort(context, error)
+
+
+async def answer(context: Context, work: Awaitable[T]) -> T:
+    """Awaits a unary answer; an error becomes a status."""
+    try:
+        return await work
+    except Exception as error:
+        await refuse(context, error)
+
+
+async def answers(context: Context, work: AsyncIterator[T]) -> AsyncIterator[T]:
+    """Yields a stream of answers; an error becomes a status."""
+    try:
+        async for message in work:
+            yield message
+    except Exception as error:
+        await refuse(context, error)
+
+
+class SynchronizerService(rpc.SynchronizerServiceServicer):
+    """Serves learners and observers.
+
+    Args:
+        engine: the engine.
+        joins: grants incarnations.
+    """
+
+    def __init__(self, engine: Engine, joins: JoinDesk) -> None:
+        self._engine = engine
+        self._joins = joins
+
+    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
+        """Grants an incarnation."""
+        return await answer(context, self._joins.join(request))
+
+    async def Report(
+        self, request_iterator: AsyncIterator[pb.ReportRequest], context: Context
+    ) -> AsyncIterator[pb.ReportResponse]:
+        """Serves one report stream."""
+        async for message in answers(context, report(self._engine, request_iterator)):
+            yield message
+
+    async def Push(
+        self, request_iterator: AsyncIterator[pb.PushRequest], context: Context
+    ) -> pb.PushResponse:
+        """Serves one push."""
+        return await answer(context, push(self._engine, request_iterator))
+
+    async def Watch(
+        self, request: pb.WatchRequest, context: Context
+    ) -> AsyncIterator[pb.WatchResponse]:
+        """Serves one watcher."""
+        async for message in answers(context, watch(self._engine, request)):
+            yield message
+
+    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
+        """Says goodbye."""
+        return await answer(context, self._leave(request))
+
+    async def Recover(
+        self, request_iterator: AsyncIterator[pb.RecoverRequest], context: Context
+    ) -> AsyncIterator[pb.RecoverResponse]:
+        """Not served: a learner comes back with the published parameters alone."""
+        async for message in answers(context, _unserved_stream()):
+            yield message
+
+    async def _leave(self, request: pb.LeaveRequest) -> pb.LeaveResponse:
+        incarnation = incarnation_from(request.incarnation)
+        require_current(self._engine, request.learner_id, incarnation)
+        self._engine.handle(
+            ev.LearnerLeft(
+                learner_id=request.learner_id,
+                incarnation=incarnation,
+                reason=request.reason[:200] or "goodbye",
+            )
+        )
+        try:
+            await self._engine.parts.membership.remove(request.learner_id, incarnation)
+        except DilocoError as error:
+            logger.warning("the membership keeps %s a while: %s", request.learner_id, error)
+        return pb.LeaveResponse(clock=self._engine.clock_message())
+
+
+async def _unserved_stream() -> AsyncIterator[pb.RecoverResponse]:
+    nothing: tuple[pb.RecoverResponse, ...] = ()
+    for message in nothing:
+        yield message
+    raise DilocoError(
+        Reason.UNIMPLEMENTED, "inner state of a peer is not relayed; watch for the parameters"
+    )

@@ -1,0 +1,103 @@
+"""What the synchronizer sees now, as one message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from decoupled_diloco.v1 import admin_pb2 as pb
+from synchronizer_server.convert import incarnation_to, versions_to
+from synchronizer_server.core.roster import Learner
+from synchronizer_server.core.rounds import Round
+from synchronizer_server.engine import Engine
+
+
+def status_message(engine: Engine, labels: Mapping[str, Mapping[str, str]]) -> pb.GetStatusResponse:
+    """Returns the status of a synchronizer.
+
+    Args:
+        engine: the engine.
+        labels: what each learner said of itself at Join.
+    """
+    state = engine.core.state
+    now = engine.parts.clock()
+    learners = sorted(state.roster, key=lambda x: x.learner_id)
+    pace = state.pace
+    return pb.GetStatusResponse(
+        run_id=state.settings.run_id,
+        claim=engine.claim(),
+        state=state_name(engine),
+        global_step=state.committed,
+        total_global_steps=state.settings.total_global_steps,
+        quorum=state.quorum,
+        waits=[
+            pb.Wait(subject=w.subject, reason=w.reason, detail=w.detail, seconds=seconds)
+            for w, seconds in engine.core.waits(now)
+        ],
+        rounds=[_round(r) for r in state.rounds],
+        learners=[_learner(engine, x, now, labels.get(x.learner_id, {})) for x in learners],
+        versions=versions_to(engine.updates.versions()),
+        pace=pb.PaceStatus(
+            step_seconds=pace.step_s or 0.0,
+            quorum_seconds=pace.quorum_s or 0.0,
+            sync_seconds=pace.sync_s or 0.0,
+            grace_seconds=pace.grace_s(),
+        ),
+        totals=engine.ledger.totals(sum(x.num_tokens_merged for x in learners)),
+        uptime_seconds=now - engine.started_at,
+    )
+
+
+def state_name(engine: Engine) -> str:
+    """Returns starting, seeding, running, draining or complete."""
+    state = engine.core.state
+    if state.draining:
+        return "draining"
+    if state.complete:
+        return "complete"
+    if state.seeded:
+        return "running"
+    return "seeding" if state.num_fragments else "starting"
+
+
+def _round(round_: Round) -> pb.RoundStatus:
+    return pb.RoundStatus(
+        global_step=round_.global_step,
+        fragment=round_.fragment,
+        state=str(round_.state),
+        pending=sorted(round_.pending),
+        accepted=list(round_.accepted),
+        grace_seconds=round_.grace_s,
+    )
+
+
+def _learner(
+    engine: Engine, learner: Learner, now: float, labels: Mapping[str, str]
+) -> pb.LearnerStatus:
+    ledger = engine.ledger
+    return pb.LearnerStatus(
+        learner_id=learner.learner_id,
+        incarnation=incarnation_to(learner.incarnation),
+        state=str(learner.state),
+        shard=learner.shard,
+        local_step=learner.local_step,
+        loss=learner.loss,
+        tokens_per_second=learner.tokens_per_second if learner.live else 0.0,
+        versions_behind=_versions_behind(engine, learner),
+        heard_seconds_ago=max(now - learner.heard_at, 0.0),
+        bytes_up=ledger.bytes_up[learner.learner_id],
+        bytes_down=ledger.bytes_down[learner.learner_id],
+        accepted=learner.num_accepted,
+        dropped=learner.num_dropped,
+        refused=learner.num_refused,
+        last_reason=learner.last_reason,
+        tokens_merged=learner.num_tokens_merged,
+        labels=labels,
+    )
+
+
+def _versions_behind(engine: Engine, learner: Learner) -> int:
+    """Fragments of which the learner has not applied the published version."""
+    published = [v.global_step for v in engine.updates.versions()]
+    if len(published) != len(learner.known_global_steps):
+        return len(published)
+    return sum(a != b for a, b in zip(published, learner.known_global_steps, strict=True))

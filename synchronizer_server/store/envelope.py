@@ -1,0 +1,199 @@
+"""What stands in the store's files, as bytes: round records, the run's description, fragments.
+
+Every JSON file is an object with a ``checksum``: SHA-256 of the canonical JSON of the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
+
+import safetensors
+import safetensors.torch
+
+from decoupled_diloco.errors import DilocoError, Reason
+from synchronizer_server.core.records import RoundRecord, canonical_json, strict_json
+from synchronizer_server.store.base import FragmentTensors, RunDescription
+
+STORE_FORMAT: Final = 1
+"""Version of the layout on disk; another number is refused."""
+
+Durability = Literal["disk", "async"]
+
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRef:
+    """The file that holds one fragment's tensors.
+
+    Attributes:
+        term: term in whose directory it lies.
+        global_step: t in its name.
+        num_bytes: its size.
+        sha256: its digest, hex.
+    """
+
+    term: int
+    global_step: int
+    num_bytes: int
+    sha256: str
+
+    def damage(self, data: bytes) -> str | None:
+        """Says how ``data`` differs from what was written, or None."""
+        if len(data) != self.num_bytes:
+            return f"it has {len(data)} bytes, {self.num_bytes} were written"
+        if hashlib.sha256(data).hexdigest() != self.sha256:
+            return "its contents are not what was written (SHA-256 differs)"
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """A round record as it lies on disk.
+
+    Attributes:
+        record: the record.
+        files: one per fragment, in order.
+        durability: with which setting it was written.
+    """
+
+    record: RoundRecord
+    files: tuple[FileRef, ...]
+    durability: Durability
+
+
+def _corrupt(what: str) -> DilocoError:
+    return DilocoError(Reason.STORE_CORRUPT, what)
+
+
+def _seal(content: dict[str, object]) -> bytes:
+    checksum = hashlib.sha256(canonical_json(content).encode()).hexdigest()
+    return (canonical_json({**content, "checksum": checksum}) + "\n").encode()
+
+
+def _unseal(data: bytes, keys: set[str]) -> dict[str, Any]:
+    """Returns the content of a sealed object with exactly these keys.
+
+    Raises:
+        DilocoError: ``STORE_CORRUPT``.
+    """
+    value = strict_json(data, "content")
+    if not isinstance(value, dict):
+        raise _corrupt("it is not a JSON object")
+    content: dict[str, Any] = value
+    checksum = content.pop("checksum", None)
+    if hashlib.sha256(canonical_json(content).encode()).hexdigest() != checksum:
+        raise _corrupt("its checksum does not match its contents")
+    if content.get("format") != STORE_FORMAT:
+        raise _corrupt(f"format {content.get('format')!r} is not the known format {STORE_FORMAT}")
+    if set(content) != keys | {"format"}:
+        raise _corrupt(f"its keys are {sorted(content)}")
+    # the seal has one spelling: a byte changed in white space or an escape is damage too
+    if _seal(content) != data:
+        raise _corrupt("it is not spelled as it was written")
+    return content
+
+
+def encode_run(run_id: str, description: RunDescription) -> bytes:
+    """Returns the bytes of ``run.json``."""
+    return _seal({"format": STORE_FORMAT, "run_id": run_id, "description": description})
+
+
+def decode_run(data: bytes) -> tuple[str, RunDescription]:
+    """Returns run id and description.
+
+    Raises:
+        DilocoError: ``STORE_CORRUPT``.
+    """
+    content = _unseal(data, {"run_id", "description"})
+    run_id, description = content["run_id"], content["description"]
+    if not isinstance(run_id, str) or not isinstance(description, dict):
+        raise _corrupt("run_id is not text, or description is not an object")
+    return run_id, description
+
+
+def encode_record(envelope: Envelope) -> bytes:
+    """Returns the bytes of a record file."""
+    files = [
+        {
+            "term": ref.term,
+            "global_step": ref.global_step,
+            "num_bytes": ref.num_bytes,
+            "sha256": ref.sha256,
+        }
+        for ref in envelope.files
+    ]
+    return _seal(
+        {
+            "format": STORE_FORMAT,
+            "record": envelope.record.to_dict(),
+            "files": files,
+            "durability": envelope.durability,
+        }
+    )
+
+
+def decode_record(data: bytes) -> Envelope:
+    """Reads a record file.
+
+    Raises:
+        DilocoError: ``STORE_CORRUPT``.
+    """
+    content = _unseal(data, {"record", "files", "durability"})
+    if content["durability"] not in ("disk", "async"):
+        raise _corrupt(f"durability {content['durability']!r} is not known")
+    if not isinstance(content["files"], list):
+        raise _corrupt("files is not a list")
+    record = RoundRecord.from_dict(content["record"])
+    files = tuple(_ref_from(item) for item in content["files"])
+    held = [(ref.term, ref.global_step) for ref in files]
+    if held != [(version.term, version.global_step) for version in record.versions]:
+        raise _corrupt("its files are not those of its versions")
+    return Envelope(
+        record=record, files=files, durability=cast("Durability", content["durability"])
+    )
+
+
+def _ref_from(item: object) -> FileRef:
+    if not isinstance(item, dict) or set(item) != {"term", "global_step", "num_bytes", "sha256"}:
+        raise _corrupt("an entry of files has other keys")
+    numbers = [item["term"], item["global_step"], item["num_bytes"]]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise _corrupt("an entry of files has a number that is none")
+    if not isinstance(item["sha256"], str) or not _SHA256.fullmatch(item["sha256"]):
+        raise _corrupt("an entry of files has no SHA-256")
+    return FileRef(**item)
+
+
+def encode_fragment(tensors: FragmentTensors, record: RoundRecord, fragment: int) -> bytes:
+    """Returns a safetensors file with the fragment's three tensors."""
+    metadata = {
+        "run": record.run_id,
+        "term": str(record.term),
+        "global_step": str(record.global_step),
+        "fragment": str(fragment),
+    }
+    # cloned, since tensors that share memory are refused by safetensors
+    return safetensors.torch.save(tensors.clone().named(), metadata=metadata)
+
+
+def decode_fragment(data: bytes) -> FragmentTensors:
+    """Reads a fragment's file.
+
+    Raises:
+        DilocoError: ``STORE_CORRUPT`` unless it holds exactly the three fp32 tensors, of one
+            length.
+    """
+    try:
+        found = safetensors.torch.load(data)
+    except (safetensors.SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise _corrupt(f"it is not a safetensors file ({error})") from error
+    if set(found) != {"published", "residual", "momentum"}:
+        raise _corrupt(f"it holds the tensors {sorted(found)}")
+    tensors = FragmentTensors(**found)
+    if (problem := tensors.problem()) is not None:
+        raise _corrupt(problem)
+    return tensors

@@ -1,0 +1,165 @@
+"""Updates for watchers: encoded once, kept for those that lag (design section 5, Watch)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from decoupled_diloco.codecs import Payload, get_codec, iter_chunks, payload_digest
+from decoupled_diloco.v1 import synchronizer_pb2 as pb
+from decoupled_diloco.v1 import types_pb2
+from decoupled_diloco.versions import Version
+from synchronizer_server.convert import version_to
+
+FULL_CODEC = "fp32"
+"""Full fragments are lossless."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Update:
+    """One update of a fragment, as every watcher gets it.
+
+    Attributes:
+        fragment: the fragment.
+        base: version on which it builds; None for a full fragment.
+        result: version that results.
+        payload_bytes: size of the payload.
+        messages: header (without clock) and chunks, built once and sent to all.
+    """
+
+    fragment: int
+    base: Version | None
+    result: Version
+    payload_bytes: int
+    messages: tuple[pb.WatchResponse, ...]
+
+
+def make_update(
+    fragment: int, *, base: Version | None, result: Version, codec: str, payload: Payload,
+    num_elements: int,
+) -> Update:  # fmt: skip
+    """Builds the messages of an update."""
+    kind = pb.UPDATE_KIND_FULL if base is None else pb.UPDATE_KIND_DELTA
+    header = pb.UpdateHeader(
+        kind=kind,
+        fragment=fragment,
+        base=version_to(base) if base is not None else None,
+        result=version_to(result),
+        encoding=types_pb2.Encoding(
+            codec=codec,
+            num_elements=num_elements,
+            payload_bytes=len(payload),
+            digest=payload_digest(payload),
+        ),
+    )
+    chunks, offset = [], 0
+    for data in iter_chunks(payload):
+        chunk = types_pb2.Chunk(offset_bytes=offset, data=bytes(data))
+        chunks.append(pb.WatchResponse(chunk=chunk))
+        offset += len(data)
+    return Update(
+        fragment=fragment,
+        base=base,
+        result=result,
+        payload_bytes=len(payload),
+        messages=(pb.WatchResponse(header=header), *chunks),
+    )
+
+
+@dataclass(slots=True)
+class _Shelf:
+    version: Version
+    published: torch.Tensor
+    chain: deque[Update]
+    copies: dict[bytes, torch.Tensor] = field(default_factory=dict)
+    full: Update | None = None
+
+
+class UpdateBook:
+    """Published copies and retained updates of every fragment.
+
+    Args:
+        num_retained: updates kept per fragment.
+    """
+
+    def __init__(self, num_retained: int) -> None:
+        self._num_retained = num_retained
+        self._shelves: list[_Shelf] = []
+
+    def start(self, versions: Sequence[Version], published: Sequence[torch.Tensor]) -> None:
+        """Begins with these published copies (fp32, one vector per fragment)."""
+        self._shelves = [
+            _Shelf(v, copy, deque(maxlen=self._num_retained))
+            for v, copy in zip(versions, published, strict=True)
+        ]
+
+    @property
+    def num_fragments(self) -> int:
+        """Fragments that are published; 0 before the seed."""
+        return len(self._shelves)
+
+    def version(self, fragment: int) -> Version:
+        """The published version."""
+        return self._shelves[fragment].version
+
+    def versions(self) -> tuple[Version, ...]:
+        """The published version of every fragment."""
+        return tuple(s.version for s in self._shelves)
+
+    def published(self, fragment: int) -> torch.Tensor:
+        """The published copy, fp32 [n]; never changed in place."""
+        return self._shelves[fragment].published
+
+    def copy_at(self, fragment: int, version: Version) -> torch.Tensor | None:
+        """The published copy at a retained version, for outer gradients on an older base."""
+        shelf = self._shelves[fragment]
+        if version.digest == shelf.version.digest:
+            return shelf.published
+        return shelf.copies.get(version.digest)
+
+    def publish(self, update: Update, published: torch.Tensor) -> None:
+        """Puts out a new version."""
+        shelf = self._shelves[update.fragment]
+        assert update.base == shelf.version, "updates follow one another"
+        shelf.copies[shelf.version.digest] = shelf.published
+        shelf.chain.append(update)
+        kept = {u.base.digest for u in shelf.chain if u.base is not None}
+        shelf.copies = {d: copy for d, copy in shelf.copies.items() if d in kept}
+        shelf.version, shelf.published, shelf.full = update.result, published, None
+
+    def plan(self, fragment: int, held: Version | None) -> list[Update]:
+        """What brings a watcher that holds ``held`` to the published version.
+
+        The chain of retained updates where there is one and it is smaller, else the full
+        fragment. A version that is not on our lineage is replaced, even if its number is higher.
+        """
+        shelf = self._shelves[fragment]
+        if held is not None and held.digest == shelf.version.digest:
+            return []
+        full_bytes = shelf.published.numel() * 4
+        if held is not None:
+            chain = list(shelf.chain)
+            for start, update in enumerate(chain):
+                if update.base is not None and update.base.digest == held.digest:
+                    rest = chain[start:]
+                    if sum(u.payload_bytes for u in rest) < full_bytes:
+                        return rest
+                    break
+        return [self._full(fragment)]
+
+    def _full(self, fragment: int) -> Update:
+        shelf = self._shelves[fragment]
+        if shelf.full is None:
+            payload = get_codec(FULL_CODEC).encode(shelf.published)
+            shelf.full = make_update(
+                fragment,
+                base=None,
+                result=shelf.version,
+                codec=FULL_CODEC,
+                payload=payload,
+                num_elements=shelf.published.numel(),
+            )
+        return shelf.full

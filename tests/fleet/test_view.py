@@ -1,0 +1,196 @@
+"""What the live view shows of a status."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from decoupled_diloco.v1 import admin_pb2
+from diloco_fleet.metrics import Evaluation
+from diloco_fleet.plain import to_plain
+from diloco_fleet.screen import LineScreen, TableScreen, open_screen
+from diloco_fleet.view import Eta, Scene, duration, plain_line, render, size
+
+
+def status() -> admin_pb2.GetStatusResponse:
+    learners = [
+        admin_pb2.LearnerStatus(
+            learner_id="learner-0", state="live", local_step=1234, loss=2.345,
+            tokens_per_second=5000.4, versions_behind=3, bytes_up=1_500_000, bytes_down=999,
+            accepted=40, dropped=1, refused=1, last_reason="TOO_LATE",
+        ),
+        admin_pb2.LearnerStatus(learner_id="learner-10", state="gone", local_step=7),
+        admin_pb2.LearnerStatus(learner_id="learner-2", state="live", loss=2.445),
+    ]  # fmt: skip
+    return admin_pb2.GetStatusResponse(
+        run_id="amber",
+        state="running",
+        global_step=200,
+        total_global_steps=800,
+        quorum=2,
+        waits=[
+            admin_pb2.Wait(
+                subject="round 201", reason="quorum", detail="1 of 2: learner-2", seconds=12.0
+            )
+        ],
+        rounds=[
+            admin_pb2.RoundStatus(
+                global_step=201, fragment=9, state="collecting", pending=["learner-0"],
+                accepted=["learner-2"], grace_seconds=0.125,
+            )
+        ],
+        learners=learners,
+        pace=admin_pb2.PaceStatus(step_seconds=0.25, grace_seconds=0.125),
+        totals=admin_pb2.Totals(participation=0.975, measured_h=24.5, bytes_up=1_500_000),
+    )  # fmt: skip
+
+
+def scene(**values: object) -> Scene:
+    base: dict[str, object] = {
+        "run_id": "amber",
+        "address": "127.0.0.1:5",
+        "phase": "running",
+        "status": status(),
+        "eta_s": 95.0,
+        "evaluation": Evaluation(time=1.0, global_step=150, loss=2.71828),
+        "processes": {"learner-0": ("running", 2), "learner-3": ("waiting", 1)},
+    }
+    return Scene(**(base | values))  # type: ignore[arg-type]
+
+
+def drawn(what: Scene) -> str:
+    console = Console(width=140, file=io.StringIO(), record=True)
+    console.print(render(what))
+    return console.export_text()
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "amber  127.0.0.1:5",
+        "global step 200 / 800",
+        "25%",
+        "about 1:35 to go",
+        "1,234",
+        "2.345",
+        "5,000",
+        "1.5 MB",
+        "999 B",
+        "40 (-2 TOO_LATE)",
+        "quorum 2",
+        "grace 0.125 s",
+        "participation 98%",
+        "H 24.5",
+        "round 201 of fragment 9: collecting, 1 of 2 in",
+        "round 201 waits for quorum since 12 s: 1 of 2: learner-2",
+        "held-out loss 2.7183 nats per token at global step 150",
+    ],
+)
+def test_the_table_shows(shown: str) -> None:
+    assert shown in drawn(scene())
+
+
+def test_learners_stand_in_the_order_of_their_numbers_also_before_they_have_joined() -> None:
+    text = drawn(scene())
+    positions = [text.index(f"learner-{number} ") for number in (0, 2, 3, 10)]
+    assert positions == sorted(positions)
+    assert "waiting" in text[positions[2] :].splitlines()[0]
+
+
+def test_a_synchronizer_that_is_away_is_shown_and_is_no_error() -> None:
+    away = scene(away_s=75.0)
+    assert "synchronizer away for 1:15, learners train on" in drawn(away)
+    assert "synchronizer away 1:15" in plain_line(away)
+
+
+def test_before_the_first_answer() -> None:
+    nothing = scene(status=None)
+    assert "waiting for the synchronizer to answer" in drawn(nothing)
+    assert plain_line(nothing) == "running: waiting for the synchronizer to answer"
+
+
+def test_the_plain_line_is_one_line_with_everything_that_matters() -> None:
+    line = plain_line(scene())
+    assert "\n" not in line
+    assert "\x1b" not in line
+    for part in (
+        "step 200/800",
+        "eta 1:35",
+        "live 2/3",
+        "loss 2.395",
+        "held-out 2.718@150",
+        "behind 3",
+        "quorum 2",
+        "grace 0.125s",
+        "round 201 waits for quorum since 12 s: 1 of 2: learner-2",
+    ):
+        assert part in line
+
+
+def test_a_run_without_end_has_no_progress_bar() -> None:
+    endless = status()
+    endless.total_global_steps = 0
+    second_line = drawn(scene(status=endless, eta_s=None)).splitlines()[1]
+    assert second_line.strip() == "global step 200"
+    assert plain_line(scene(status=endless)).startswith("step 200 |")
+
+
+def test_eta_from_the_pace_seen_so_far() -> None:
+    eta = Eta()
+    assert eta.estimate(10.0, 100, 300) is None
+    assert eta.estimate(20.0, 150, 300) == pytest.approx(30.0)
+    assert eta.estimate(20.0, 150, 0) is None
+    assert eta.estimate(30.0, 40, 300) is None, "a synchronizer that went back starts it anew"
+
+
+def test_lines_where_the_console_is_no_terminal() -> None:
+    lines: list[str] = []
+    screen = open_screen(Console(file=io.StringIO()), lines.append)
+    assert isinstance(screen, LineScreen)
+    with screen:
+        screen.say("hello")
+        screen.tick(scene)
+        screen.tick(scene)
+    assert len(lines) == 2, "within one interval the second tick is silent"
+    assert lines[0].endswith(" hello")
+
+
+def test_a_reader_that_went_away_stops_nothing() -> None:
+    def write(_: str) -> None:
+        raise BrokenPipeError
+
+    screen = LineScreen(write)
+    screen.say("one")
+    screen.say("two")
+
+
+def test_a_table_where_the_console_is_a_terminal() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, _environ={"TERM": "xterm"})
+    screen = open_screen(console, print)
+    assert isinstance(screen, TableScreen)
+    with screen:
+        screen.tick(scene)
+        screen.say("learner-0 died [again]")
+    assert "learner-2" in out.getvalue()
+    assert "learner-0 died [again]" in out.getvalue()
+
+
+def test_sizes_and_durations() -> None:
+    assert [size(n) for n in (0, 999, 1000, 2_500_000, 10**16)] == [
+        "0 B", "999 B", "1.0 kB", "2.5 MB", "10000.0 TB",
+    ]  # fmt: skip
+    assert [duration(s) for s in (0.4, 59, 60, 3723)] == ["0 s", "59 s", "1:00", "1:02:03"]
+
+
+def test_a_message_as_plain_values() -> None:
+    """Numbers stay numbers (JSON of protobuf makes texts of 64-bit ones); what is unset is None."""
+    values = to_plain(status())
+    assert values["global_step"] == 200
+    assert values["learners"][0]["loss"] == pytest.approx(2.345)
+    assert values["learners"][1]["loss"] is None
+    assert values["claim"] is None
+    assert values["totals"]["pushes_by_reason"] == {}
+    assert values["rounds"][0]["pending"] == ["learner-0"]
