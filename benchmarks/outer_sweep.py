@@ -47,6 +47,7 @@ HELD_OUT_EVERY = 20
 NUM_HELD_OUT_WINDOWS = 512
 LONG = 1920
 STOCK = (0.7, 0.9)
+NEAR = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,9 @@ class Run:
         outer = f"/{self.body}/lr{self.learning_rate}/mu{self.momentum}"
         name = self.kind + (outer if self.kind == "decoupled" else "")
         return f"{name}/T{self.num_steps}/seed{self.seed}"
+
+
+Results = list[tuple[Run, float]]
 
 
 def standard_library_text() -> bytes:
@@ -351,46 +355,50 @@ def describe(run: Run) -> str:
     return f"{merge}, lr {run.learning_rate}, momentum {run.momentum}"
 
 
-def table(results: list[tuple[Run, float]], num_steps: int) -> list[str]:
-    """Markdown table of one horizon, best first."""
-    seeds = sorted({run.seed for run, _ in results if run.num_steps == num_steps})
+def table(results: Results, num_steps: int) -> list[str]:
+    """Markdown table of one horizon, best first by the first seed, which every setting has."""
     rows: dict[str, dict[int, float]] = {}
     for run, loss in results:
         if run.num_steps == num_steps:
             rows.setdefault(describe(run), {})[run.seed] = loss
+    seeds = sorted({seed for by_seed in rows.values() for seed in by_seed})
     lines = [
-        "| setting | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean |",
-        "|---|" + "---|" * (len(seeds) + 1),
+        "| setting | " + " | ".join(f"seed {seed}" for seed in seeds) + " |",
+        "|---|" + "---|" * len(seeds),
     ]
-    for name, by_seed in sorted(rows.items(), key=lambda item: mean(item[1].values())):
+    for name, by_seed in sorted(rows.items(), key=lambda item: item[1].get(seeds[0], math.inf)):
         cells = [f"{by_seed[seed]:.3f}" if seed in by_seed else "-" for seed in seeds]
-        lines.append(f"| {name} | {' | '.join(cells)} | {mean(by_seed.values()):.3f} |")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
-def conclusion(results: list[tuple[Run, float]], num_steps: int) -> str:
-    """What one horizon says about the defaults: the best RDA settings, and the stock one."""
+def conclusion(results: Results, num_steps: int) -> str:
+    """Which default one horizon supports; compares means over the same seeds only."""
     losses_of: dict[tuple[float, float], list[float]] = {}
     for run, loss in results:
         if run.num_steps == num_steps and run.kind == "decoupled" and run.body == "rda":
             losses_of.setdefault((run.learning_rate, run.momentum), []).append(loss)
-    means = {setting: mean(values) for setting, values in losses_of.items()}
-    best = min(means, key=means.__getitem__, default=None)
-    if best is None:
-        return ""
-    near = [
-        f"{lr}/{mu}" for (lr, mu), loss in means.items() if means[best] < loss <= 1.01 * means[best]
-    ]
-    text = f"Best with RDA: learning rate {best[0]}, momentum {best[1]} ({means[best]:.3f})"
-    text += f"; within 1 %: {', '.join(near)}" if near else "; none within 1 %"
-    if STOCK in means:
-        text += f"; stock 0.7/0.9: {100 * (means[STOCK] / means[best] - 1):+.1f} %"
-    return text + "."
+    num_seeds = max((len(values) for values in losses_of.values()), default=0)
+    means = {key: mean(values) for key, values in losses_of.items() if len(values) == num_seeds}
+    if len(means) < 2:
+        return "Too few runs for a conclusion."
+    best = min(means, key=means.__getitem__)
+    text = (
+        f"Supports learning rate {best[0]}, momentum {best[1]}: mean {means[best]:.3f} over "
+        f"{num_seeds} seed(s), the lowest of the {len(means)} RDA settings with that many seeds."
+    )
+    for key in sorted(means, key=means.__getitem__):
+        if key != best and (means[key] <= (1 + NEAR) * means[best] or key == STOCK):
+            pairs = zip(losses_of[key], losses_of[best], strict=True)
+            num_worse = sum(loss > least for loss, least in pairs)
+            text += (
+                f" {key[0]}/{key[1]}: {means[key] / means[best] - 1:+.1%}, worse in {num_worse} "
+                f"of {num_seeds}."
+            )
+    return text
 
 
-def write(
-    config: Config, facts: dict[str, Any], results: list[tuple[Run, float]], to: Path
-) -> None:
+def write(config: Config, facts: dict[str, Any], results: Results, to: Path) -> None:
     """Writes JSON and Markdown; the Markdown says nothing that is not in the JSON."""
     runs = [asdict(run) | {"held_out_nats_per_byte": round(loss, 5)} for run, loss in results]
     document = {"config": asdict(config), "facts": facts, "runs": runs}
@@ -406,6 +414,9 @@ def write(
         f"{facts['text_bytes']} bytes of text, AdamW at {config.inner_learning_rate} with cosine. "
         "Data parallel: one model, the learners' batches together. "
         "Made by `python benchmarks/outer_sweep.py`; figures of one Python version's text.",
+        "",
+        "These short runs rank outer settings against one another; they are no claim about final "
+        "quality, and longer horizons may rank them otherwise.",
     ]
     for num_steps in sorted({run.num_steps for run, _ in results}):
         ratio = num_steps / facts["num_fragments"]
@@ -414,7 +425,7 @@ def write(
     to.with_suffix(".md").write_text("\n".join(lines).rstrip() + "\n")
 
 
-def earlier_results(config: Config, facts: dict[str, Any], path: Path) -> list[tuple[Run, float]]:
+def earlier_results(config: Config, facts: dict[str, Any], path: Path) -> Results:
     """Results of an earlier call, where it had the same configuration and text."""
     if not path.exists():
         return []
@@ -457,6 +468,8 @@ def main(quick: bool, minutes: float, out: Path) -> None:
         print(f"{run.key}: {loss:.4f} ({time.monotonic() - run_started:.0f} s)", flush=True)
         results.append((run, loss))
         write(config, facts, results, out)
+    # Once more, for the text may have changed since the earlier results were written.
+    write(config, facts, results, out)
     for num_steps in sorted({run.num_steps for run, _ in results}):
         print("", *table(results, num_steps), conclusion(results, num_steps), sep="\n")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from decoupled_diloco.codecs import check_codecs
 from decoupled_diloco.config import ENV_PREFIX, Loaded, Origin, load_settings, read_section
 from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.settings import RunSettings
@@ -175,6 +176,7 @@ def resolve(
         (flags, environ, file),
         {"run_id": default_run_id, "total_global_steps": defaults.total_global_steps},
     )
+    check_codecs(run.value)
     if run.value.trainer_json:
         raise UsageError(
             Reason.CONFIG_CONFLICT,

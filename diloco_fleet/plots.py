@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _MAX_POINTS: Final = 2000
 _SMOOTHING_WINDOW_SHARE: Final = 0.02
+_MIN_SMOOTHING_WINDOW: Final = 5
 
 
 def plot_losses(metrics: RunMetrics, path: Path, *, title: str) -> None:
@@ -80,7 +81,7 @@ def loss_curve(steps: Sequence[Step]) -> list[tuple[float, float]]:
     known = [step for step in steps if math.isfinite(step.loss)]
     if not known:
         return [(math.nan, math.nan)]
-    width = max(1, round(len(known) * _SMOOTHING_WINDOW_SHARE))
+    width = max(_MIN_SMOOTHING_WINDOW, round(len(known) * _SMOOTHING_WINDOW_SHARE))
     stride = max(1, len(known) // _MAX_POINTS)
     points = []
     window_sum = 0.0

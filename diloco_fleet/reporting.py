@@ -15,7 +15,7 @@ from diloco_fleet.run_files import RunFiles
 from diloco_fleet.sample import sample_text
 
 _PROMPT: Final = "The "
-_SAMPLE_TOKENS: Final = 400
+_SAMPLE_TOKENS: Final = 300
 
 
 def make_report(files: RunFiles) -> Report:

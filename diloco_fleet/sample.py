@@ -29,9 +29,13 @@ def sample_text(
             STORE_CORRUPT for a damaged one.
     """
     # torch takes seconds to import; only who samples waits for it.
+    import torch
+
     from learner_client.train.export import load_model
     from learner_client.train.generate import generate
 
+    # One token at a time keeps one thread busy; more of them only fight over shared cores.
+    torch.set_num_threads(1)
     loaded = load_model(model_folder)
     ids = generate(
         loaded.model,

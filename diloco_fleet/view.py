@@ -101,10 +101,10 @@ def _learners(
     status: admin_pb2.GetStatusResponse, processes: Mapping[str, tuple[str, int]]
 ) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("learner")
-    table.add_column("state")
-    for name in ("step", "loss", "tokens/s", "behind", "up", "down", "merged", "restarts"):
-        table.add_column(name, justify="right")
+    table.add_column("learner", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for name in ("step", "loss", "tok/s", "behind", "up", "down", "merged", "again"):
+        table.add_column(name, justify="right", no_wrap=True)
     known = {learner.learner_id: learner for learner in status.learners}
     names = [*known, *(n for n in processes if n not in known and n.startswith("learner"))]
     for name in sorted(names, key=_natural):
@@ -124,7 +124,7 @@ def _learners(
             size(learner.bytes_up),
             size(learner.bytes_down),
             _merged(learner),
-            str(restarts) if restarts else "",
+            f"{restarts}x" if restarts else "",
         )
     return table
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.layout import Layout, Strategy, build_layout
-from decoupled_diloco.settings import PROTOCOL_VERSION, RunSettings, settings_from_proto
+from decoupled_diloco.settings import PROTOCOL_VERSION, RunSettings
+from decoupled_diloco.settings_proto import settings_from_proto
 from decoupled_diloco.v1 import synchronizer_pb2, types_pb2
 from decoupled_diloco.versions import Version
 from learner_client.checkpoint import SavedState

@@ -225,6 +225,14 @@ class Exchange:
             up = self._connection.up()
         self.say(up or change)
 
+    def connected(self) -> None:
+        """The synchronizer answers on a stream."""
+        if self._connection.online:
+            return
+        with self._lock:
+            change = self._connection.up()
+        self.say(change)
+
     def lost(self, error: DilocoError) -> None:
         """The connection is gone, or an error that heals was the answer."""
         with self._lock:

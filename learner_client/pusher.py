@@ -80,8 +80,11 @@ class Pusher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def seed(self, fragment: int, vector: torch.Tensor, grant: Grant) -> None:
+    async def seed(self, fragment: int, vector: torch.Tensor, grant: Grant) -> bool:
         """Pushes the first parameters of a fragment (fp32, CPU), lossless.
+
+        Returns:
+            False where the seed is no longer asked of this learner: what is published counts.
 
         Raises:
             DilocoError: where they were not taken.
@@ -97,9 +100,14 @@ class Pusher:
             clock=link.clock(),
         )
         response = await self.deliver(header, payload)
-        is_there = response.outcome == synchronizer_pb2.PUSH_OUTCOME_ACCEPTED
-        if not is_there and reason_of(response.reason) is not Reason.DUPLICATE:
-            raise DilocoError(reason_of(response.reason), response.message, fragment=fragment)
+        if response.outcome == synchronizer_pb2.PUSH_OUTCOME_ACCEPTED:
+            return True
+        reason = reason_of(response.reason)
+        if reason is Reason.DUPLICATE:
+            return True
+        if reason in (Reason.NOT_ASKED, Reason.ALREADY_MERGED):
+            return False
+        raise DilocoError(reason, response.message, fragment=fragment)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)

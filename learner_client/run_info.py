@@ -7,7 +7,8 @@ import logging
 import random
 
 from decoupled_diloco.errors import DilocoError, Reason
-from decoupled_diloco.settings import PROTOCOL_VERSION, RunSettings, settings_from_proto
+from decoupled_diloco.settings import PROTOCOL_VERSION, RunSettings
+from decoupled_diloco.settings_proto import settings_from_proto
 from decoupled_diloco.v1 import admin_pb2
 from learner_client.core.retry import Backoff
 from learner_client.transport.base import Transport

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from decoupled_diloco.channel import parse_address
 from decoupled_diloco.errors import Reason, UsageError
-
-
-_HERE = Path()
-
-
-def _setting(default: Any, help_text: str) -> Any:  # noqa: ANN401 - as dataclasses.field
-    return field(default=default, metadata={"help": help_text})
+from decoupled_diloco.setting_fields import setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +18,16 @@ class LearnerSettings:
         UsageError: CONFIG_INVALID, naming the setting.
     """
 
-    address: str = _setting("127.0.0.1:50051", "host:port of the synchronizer")
-    learner_id: str = _setting("", "stable id of this learner; its data shard belongs to it")
-    run_dir: Path = _setting(_HERE, "run directory: data/ is read, metrics/ is written")
-    device: str = _setting("auto", "auto, cpu, cuda or cuda:0")
-    pace: float = _setting(0.0, "shortest time of an inner step, seconds")
-    slow: float = _setting(1.0, "run at this share of the speed, above 0 and at most 1")
-    threads: int = _setting(0, "torch threads; 0 leaves it to PyTorch and OMP_NUM_THREADS")
-    join_timeout_s: float = _setting(300.0, "longest wait for the first parameters, seconds")
-    insecure: bool = _setting(False, "plaintext beyond loopback, said aloud")
-    log_format: str = _setting("text", "text or json")
+    address: str = setting("127.0.0.1:50051", "host:port of the synchronizer")
+    learner_id: str = setting("", "stable id of this learner; its data shard belongs to it")
+    run_dir: Path = setting(Path(), "run directory: data/ is read, metrics/ is written")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:0")
+    pace: float = setting(0.0, "shortest time of an inner step, seconds")
+    slow: float = setting(1.0, "run at this share of the speed, above 0 and at most 1")
+    threads: int = setting(0, "torch threads; 0 leaves it to PyTorch and OMP_NUM_THREADS")
+    join_timeout_s: float = setting(300.0, "longest wait for the first parameters, seconds")
+    insecure: bool = setting(False, "plaintext beyond loopback, said aloud")
+    log_format: str = setting("text", "text or json")
 
     def __post_init__(self) -> None:
         check_process(self.address, self.log_format)
@@ -59,13 +52,13 @@ class EvaluatorSettings:
         UsageError: CONFIG_INVALID, naming the setting.
     """
 
-    address: str = _setting("127.0.0.1:50051", "host:port of the synchronizer")
-    run_dir: Path = _setting(_HERE, "run directory: data/ is read, metrics/ and model/ are written")
-    every: int = _setting(50, "global steps between two evaluations")
-    max_tokens: int = _setting(65536, "held-out tokens per evaluation, at most")
-    device: str = _setting("cpu", "auto, cpu, cuda or cuda:0")
-    insecure: bool = _setting(False, "plaintext beyond loopback, said aloud")
-    log_format: str = _setting("text", "text or json")
+    address: str = setting("127.0.0.1:50051", "host:port of the synchronizer")
+    run_dir: Path = setting(Path(), "run directory: data/ is read, metrics/ and model/ are written")
+    every: int = setting(50, "global steps between two evaluations")
+    max_tokens: int = setting(65536, "held-out tokens per evaluation, at most")
+    device: str = setting("cpu", "auto, cpu, cuda or cuda:0")
+    insecure: bool = setting(False, "plaintext beyond loopback, said aloud")
+    log_format: str = setting("text", "text or json")
 
     def __post_init__(self) -> None:
         check_process(self.address, self.log_format)

@@ -108,6 +108,7 @@ class Watcher:
         self._say_what_is_missing(layout.num_fragments)
         async with contextlib.aclosing(link.transport.watch(request)) as responses:
             async for response in responses:
+                link.exchange.connected()
                 kind = response.WhichOneof("kind")
                 if kind == "header":
                     stager.header(response.header)

@@ -24,7 +24,7 @@ from learner_client.checkpoint import SavedState
 from learner_client.core.connection import Event, State
 from learner_client.core.learner_core import PullRequest
 from learner_client.core.reports import StepReport
-from learner_client.core.retry import Backoff, is_fatal
+from learner_client.core.retry import REJOIN, Backoff, is_fatal
 from learner_client.exchange import Exchange, Grant
 from learner_client.link import Identity, Link
 from learner_client.messages import incarnation_to_proto
@@ -76,6 +76,7 @@ class Worker:
         self._stop = asyncio.Event()
         self._stop_reason = ""
         self._declines: deque[synchronizer_pb2.PullDeclined] = deque(maxlen=_MAX_DECLINES)
+        self._seeded: Incarnation | None = None
         self._session_failure: asyncio.Future[None] | None = None
 
     # -- from the training thread ----------------------------------------------------------
@@ -139,21 +140,30 @@ class Worker:
             await link.transport.aclose()
 
     async def _serve(self, link: Link) -> None:
-        """Connects again and again; ends where the learner is fenced, refused or finished."""
+        """Connects again and again; ends where the learner is fenced, refused or finished.
+
+        A learner that trains keeps its incarnation and opens its streams anew; it joins again only
+        when told to, so that it cannot take its id back from a process that fenced it.
+        """
         saved = {} if self._saved is None else self._saved.published
         watcher = Watcher(link, saved)
         pusher = Pusher(link, self._fail_session)
         admission = Admission(link, self._saved)
+        grant = None
         try:
             while self._exchange.connection.state not in _ENDED:
                 try:
-                    grant = await admission.join(watcher.versions)
+                    if grant is None:
+                        grant = await admission.join(watcher.versions)
                     await self._session(link, grant, watcher, pusher)
                 except DilocoError as error:
                     if is_fatal(error):
                         self._exchange.failed(error)
                         return
-                    self._exchange.lost(error)
+                    if error.reason in REJOIN or not self._exchange.synced.done():
+                        grant = None
+                    if error.reason not in REJOIN:
+                        self._exchange.lost(error)
                     await self._runtime.sleep(self._backoff.failed(self._runtime.rng.random()))
         except Exception as error:
             _LOG.exception("%s: the background work failed", self._identity.learner_id)
@@ -167,8 +177,9 @@ class Worker:
         """One connection, from the answer to a Join until it is lost."""
         self._declines.clear()
         pusher.keep_only(grant)
-        if grant.seed:
+        if grant.seed and self._seeded != grant.incarnation:
             await self._seed(grant, watcher, pusher)
+            self._seeded = grant.incarnation
         self._session_failure = asyncio.get_running_loop().create_future()
         streams = (
             self._until_lost(self._report(link, grant, pusher)),
@@ -201,7 +212,8 @@ class Worker:
             if vector is None:
                 vector = torch.empty(fragment.num_elements, dtype=torch.float32)
                 self._parameters.read_fragment(fragment, vector)
-            await pusher.seed(fragment.index, vector, grant)
+            if not await pusher.seed(fragment.index, vector, grant):
+                break
         self._exchange.happened(Event.SEEDED)
 
     async def _report(self, link: Link, grant: Grant, pusher: Pusher) -> None:
@@ -211,6 +223,7 @@ class Worker:
             async with contextlib.aclosing(link.transport.report(requests)) as responses:
                 async for response in responses:
                     self._backoff.succeeded()
+                    self._exchange.connected()
                     self._heard(response, grant, pusher)
         finally:
             # What the transport took and could not send is given back. Where it still waits for

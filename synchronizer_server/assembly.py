@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from decoupled_diloco.codecs import check_codecs
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.layout import Layout, Role, Strategy, TensorSpec, build_layout
 from decoupled_diloco.settings import RunSettings
@@ -67,6 +68,7 @@ async def assemble(settings: RunSettings, outside: Outside, *, max_staged_bytes:
     Raises:
         DilocoError: STORE_CORRUPT, STORE_LOST, RUN_MISMATCH, CONFIG_CONFLICT.
     """
+    check_codecs(settings)
     store, membership = outside.store, outside.membership
     loaded = store.load()
     if loaded is None:
@@ -105,6 +107,8 @@ async def assemble(settings: RunSettings, outside: Outside, *, max_staged_bytes:
     engine = Engine(parts, layout)
     committer.make_record = _record_maker(engine)
     _begin_term(engine, store, loaded, restored)
+    if loaded is not None:
+        await engine.mark_seeded()  # it may have been away when the run was seeded
     return Assembled(engine=engine, joins=JoinDesk(engine, store))
 
 

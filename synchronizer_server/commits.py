@@ -108,7 +108,7 @@ class Committer:
         merged = self._merged.pop(summary.global_step)
         self.tensors.publish(merged)
         self.updates.publish(merged.update, merged.state.published)
-        self._wake_watchers()
+        self.wake_watchers()
 
     def stage_seed(self, fragment: int, vector: torch.Tensor) -> None:
         """Keeps the first parameters of a fragment until all are there."""
@@ -120,20 +120,28 @@ class Committer:
         Raises:
             DilocoError: DISK_FULL or STORAGE_FAILED; it may be tried again.
         """
-        states = {i: FragmentState.seeded(v) for i, v in sorted(self._seed.items())}
-        versions = tuple(Version(self.term, 0, vector_digest(s.published)) for s in states.values())
+        vectors = dict(sorted(self._seed.items()))
+        states, versions = await self.tensors_runner.submit(lambda: self._seed_states(vectors))
         record = self.make_record(0, versions, None)
         tensors = {i: to_tensors(s) for i, s in states.items()}
         await self.store_runner.submit(lambda: self.store.commit(record, tensors))
         self.start(versions, list(states.values()))
         return versions
 
+    def _seed_states(
+        self, vectors: dict[int, torch.Tensor]
+    ) -> tuple[dict[int, FragmentState], tuple[Version, ...]]:
+        states = {i: FragmentState.seeded(v) for i, v in vectors.items()}
+        digests = (vector_digest(s.published) for s in states.values())
+        return states, tuple(Version(self.term, 0, digest) for digest in digests)
+
     def publish_seed(self) -> None:
         """Puts the seed before every watcher."""
         self._seed.clear()
-        self._wake_watchers()
+        self.wake_watchers()
 
-    def _wake_watchers(self) -> None:
+    def wake_watchers(self) -> None:
+        """Lets every watcher look again."""
         self.published.set()
         self.published = asyncio.Event()
 

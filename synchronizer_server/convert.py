@@ -13,6 +13,8 @@ from decoupled_diloco.versions import DIGEST_BYTES, Incarnation, Version
 from synchronizer_server.core.effects import Outcome
 
 MAX_ID_CHARS = 128
+MAX_COUNT = 2**53
+"""Steps, terms and tokens above that cannot be, and no record could keep their sums."""
 
 _ROLES = {
     Role.EMBEDDING: types_pb2.TENSOR_ROLE_EMBEDDING,
@@ -41,6 +43,17 @@ def check_id(text: str, what: str) -> str:
     return text
 
 
+def check_count(number: int, what: str) -> int:
+    """Returns a counter from outside that can be right.
+
+    Raises:
+        DilocoError: MALFORMED.
+    """
+    if number > MAX_COUNT:
+        raise malformed(f"{what} is {number}, at most {MAX_COUNT} can be")
+    return number
+
+
 def incarnation_from(message: types_pb2.Incarnation) -> Incarnation:
     """Reads an incarnation."""
     return Incarnation(message.term, message.number)
@@ -55,8 +68,10 @@ def version_from(message: types_pb2.Version) -> Version:
     """Reads a version.
 
     Raises:
-        DilocoError: MALFORMED where the digest has another size.
+        DilocoError: MALFORMED where the digest has another size, or a number cannot be.
     """
+    check_count(message.term, "a version's term")
+    check_count(message.global_step, "a version's global step")
     if len(message.digest) != DIGEST_BYTES:
         raise malformed(f"a version's digest has {len(message.digest)} bytes, not {DIGEST_BYTES}")
     return Version(message.term, message.global_step, message.digest)

@@ -82,6 +82,7 @@ class Engine:
         self._timer: asyncio.Event = asyncio.Event()
         self._failure: BaseException | None = None
         self.fatal = asyncio.Event()
+        self.closed = False
 
     # -- queries ---------------------------------------------------------------------------------
 
@@ -120,10 +121,17 @@ class Engine:
     # -- events in, effects out ------------------------------------------------------------------
 
     def handle(self, event: ev.Event) -> list[fx.Effect]:
-        """Feeds an event to the core and carries out what follows; returns the effects."""
-        effects = self.core.handle(event, self.parts.clock())
-        for effect in effects:
-            self._carry_out(effect)
+        """Feeds an event to the core and carries out what follows; returns the effects.
+
+        A failure of ours leaves the core half-way: it ends the engine loudly, whoever called.
+        """
+        try:
+            effects = self.core.handle(event, self.parts.clock())
+            for effect in effects:
+                self._carry_out(effect)
+        except Exception as error:
+            self._fail(error)
+            raise
         self._timer.set()
         return effects
 
@@ -146,6 +154,8 @@ class Engine:
 
     async def close(self) -> None:
         """Cancels what runs beside and ends all streams."""
+        self.closed = True
+        self.parts.committer.wake_watchers()
         for stream in list(self.streams.values()):
             stream.close(DilocoError(Reason.DRAINING, "the synchronizer stops; train on"))
         for task in list(self._tasks):
@@ -155,6 +165,10 @@ class Engine:
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
             logger.critical("the synchronizer cannot go on", exc_info=error)
             self._failure = error
             self.fatal.set()
@@ -200,7 +214,20 @@ class Engine:
 
     def _send_all(self, message: pb.ReportResponse) -> None:
         for stream in list(self.streams.values()):
-            stream.send(message)
+            self._send(stream, message)
+
+    def _send(self, stream: ReportStream, message: pb.ReportResponse) -> None:
+        if not stream.send(message):
+            # After the effects under way: what follows from this is no part of them.
+            asyncio.get_running_loop().call_soon(self.stream_ended, stream)
+
+    def stream_ended(self, stream: ReportStream) -> None:
+        """A report stream is over; does nothing where it was replaced or ended before."""
+        if self.streams.get(stream.learner_id) is stream:
+            del self.streams[stream.learner_id]
+            self.handle(
+                ev.StreamClosed(learner_id=stream.learner_id, incarnation=stream.incarnation)
+            )
 
     def _send_pull(self, effect: fx.SendPull) -> None:
         stream = self.streams.get(effect.learner_id)
@@ -210,7 +237,7 @@ class Engine:
                 global_step=effect.global_step,
                 fragment=effect.fragment,
             )
-            stream.send(pb.ReportResponse(pull=pull))
+            self._send(stream, pb.ReportResponse(pull=pull))
 
     def _end_stream(self, effect: fx.Fence | fx.CloseStream) -> None:
         reason = effect.reason if isinstance(effect, fx.CloseStream) else Reason.FENCED
@@ -283,7 +310,8 @@ class Engine:
             self.handle(ev.RoundPersisted(global_step=step))
 
     def _persist_failed(self, global_step: int, error: DilocoError) -> ev.PersistFailed:
-        logger.error("round %d is not persisted, merging waits: %s", global_step, error)
+        subject = f"round {global_step}" if global_step else "the seed"
+        logger.error("%s is not persisted, merging waits: %s", subject, error)
         self.parts.journal.write(
             "persist_failed", global_step=global_step, reason=str(error.reason)
         )
@@ -321,22 +349,22 @@ class Engine:
         try:
             versions = await self.parts.committer.persist_seed()
         except DilocoError as error:
-            failed = self._persist_failed(0, error)
-            await asyncio.sleep(failed.retry_after_s)
-            self.handle(failed)
+            self.handle(self._persist_failed(0, error))
             return
-        await self._mark_seeded()
+        await self.mark_seeded()
         self.handle(ev.SeedPersisted(versions=versions))
 
-    async def _mark_seeded(self) -> None:
+    async def mark_seeded(self) -> None:
+        """Tells the membership that this run must never be seeded again."""
         try:
             await self.parts.membership.mark_seeded(self.core.state.term)
         except DilocoError as error:
             logger.warning("the membership does not know that the run is seeded: %s", error)
 
     def _completed(self, effect: fx.Completed) -> None:
-        logger.info("complete at global step %d", effect.global_step)
-        self.parts.journal.write("complete", global_step=effect.global_step)
+        word = "complete" if self.core.state.finished else "drained"
+        logger.info("%s at global step %d", word, effect.global_step)
+        self.parts.journal.write(word, global_step=effect.global_step)
         self.complete.set()
 
     # -- news ------------------------------------------------------------------------------------

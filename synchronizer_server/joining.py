@@ -10,6 +10,7 @@ from typing import Final
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.layout import Layout, Strategy, build_layout, first_difference
 from decoupled_diloco.settings import PROTOCOL_VERSION
+from decoupled_diloco.settings_proto import settings_to_proto
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.versions import Incarnation
 from synchronizer_server.commits import layout_description
@@ -37,33 +38,38 @@ class JoinDesk:
         self._engine = engine
         self._store = store
         self._lock = asyncio.Lock()
-        self._answers: OrderedDict[tuple[str, str], pb.JoinResponse] = OrderedDict()
+        self._granted: OrderedDict[tuple[str, str], Incarnation] = OrderedDict()
         self.labels: dict[str, dict[str, str]] = {}
 
     async def join(self, request: pb.JoinRequest) -> pb.JoinResponse:
         """Lets a learner in; a repeated request gets the same incarnation again.
+
+        While nobody seeds the run it gets a new one, and with it the seeding.
 
         Raises:
             DilocoError: why it may not join.
         """
         learner_id = check_id(request.learner_id, "learner_id")
         check_id(request.request_id, "request_id")
+        if len(request.labels) > _MAX_LABELS:
+            raise malformed(f"{len(request.labels)} labels, at most {_MAX_LABELS}")
         self._check_run(request)
         async with self._lock:
-            again = self._answers.get((learner_id, request.request_id))
-            if again is not None and self._is_current(learner_id, again):
-                return again
             await self._check_layout(request)
-            response = await self._grant(learner_id, request)
-            self._answers[learner_id, request.request_id] = response
-            while len(self._answers) > _MAX_REMEMBERED:
-                self._answers.popitem(last=False)
-            return response
+            again = self._granted.get((learner_id, request.request_id))
+            if again is None or not self._still_holds(learner_id, again):
+                again = await self._grant(learner_id)
+                self._granted[learner_id, request.request_id] = again
+                while len(self._granted) > _MAX_REMEMBERED:
+                    self._granted.popitem(last=False)
+                self.labels[learner_id] = {k[:64]: v[:256] for k, v in request.labels.items()}
+            return self._response(learner_id, again)
 
-    def _is_current(self, learner_id: str, answer: pb.JoinResponse) -> bool:
-        known = self._engine.core.state.roster.find(learner_id)
-        given = Incarnation(answer.incarnation.term, answer.incarnation.number)
-        return known is not None and known.incarnation == given
+    def _still_holds(self, learner_id: str, incarnation: Incarnation) -> bool:
+        state = self._engine.core.state
+        needs_seeder = not state.seeded and not state.seed_persisting and state.seeder is None
+        current = state.roster.current(learner_id, incarnation)
+        return current is not None and not needs_seeder
 
     def _check_run(self, request: pb.JoinRequest) -> None:
         if request.protocol_version != PROTOCOL_VERSION:
@@ -126,7 +132,7 @@ class JoinDesk:
             "layout: %d parameters in %d fragments", layout.num_parameters, layout.num_fragments
         )
 
-    async def _grant(self, learner_id: str, request: pb.JoinRequest) -> pb.JoinResponse:
+    async def _grant(self, learner_id: str) -> Incarnation:
         engine = self._engine
         state = engine.core.state
         shard = engine.core.shard_for(learner_id)
@@ -140,20 +146,22 @@ class JoinDesk:
         incarnation = await self._grant_incarnation(
             learner_id, known.incarnation.number if known is not None else 0
         )
-        if len(request.labels) > _MAX_LABELS:
-            raise malformed(f"{len(request.labels)} labels, at most {_MAX_LABELS}")
-        self.labels[learner_id] = {k[:64]: v[:256] for k, v in request.labels.items()}
         engine.handle(ev.LearnerJoined(learner_id=learner_id, incarnation=incarnation, shard=shard))
+        return incarnation
+
+    def _response(self, learner_id: str, incarnation: Incarnation) -> pb.JoinResponse:
+        engine = self._engine
+        state = engine.core.state
         learner = state.roster.current(learner_id, incarnation)
-        assert learner is not None, "just joined"
+        assert learner is not None, "joined"
         assert engine.layout is not None, "checked"
         return pb.JoinResponse(
             claim=engine.claim(),
             incarnation=incarnation_to(incarnation),
-            settings=state.settings.to_proto(),
+            settings=settings_to_proto(state.settings),
             layout_fingerprint=engine.layout.fingerprint,
             seed=state.seeder == (learner_id, incarnation),
-            shard=shard,
+            shard=learner.shard,
             local_step=learner.local_step,
             clock=engine.clock_message(),
         )

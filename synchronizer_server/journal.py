@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+from decoupled_diloco.errors import Reason, UsageError
+
 logger = logging.getLogger(__name__)
 
 
@@ -20,14 +22,22 @@ class Journal:
     Args:
         path: the file, appended to over restarts.
         wall: wall clock, seconds since the epoch; for people, never for decisions.
+
+    Raises:
+        UsageError: CONFIG_INVALID where the file cannot be written.
     """
 
     def __init__(self, path: Path | None, wall: Callable[[], float] = time.time) -> None:
         self._wall = wall
         self._file: TextIO | None = None
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("a", encoding="utf-8", buffering=1)
+            except OSError as error:
+                raise UsageError(
+                    Reason.CONFIG_INVALID, f"journal cannot be written: {error}"
+                ) from error
 
     def write(self, kind: str, **fields: object) -> None:
         """Appends one event."""

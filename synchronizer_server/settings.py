@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from decoupled_diloco.channel import parse_address
 from decoupled_diloco.errors import Reason, UsageError
+from decoupled_diloco.setting_fields import setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,38 +18,23 @@ class ServerSettings:
         UsageError: CONFIG_INVALID, naming the setting.
     """
 
-    address: str = field(
-        default="127.0.0.1:50051", metadata={"help": "host:port to listen on; port 0 takes any"}
+    address: str = setting("127.0.0.1:50051", "host:port to listen on; port 0 takes any")
+    store: Path = setting(Path("store"), "directory of the durable store; one run, one writer")
+    durability: str = setting(
+        "disk", "disk: fsync before publish; async: a power cut may lose rounds"
     )
-    store: Path = field(
-        default=Path("store"),
-        metadata={"help": "directory of the durable store; one run, one writer"},
+    redis: str | None = setting(
+        None, "redis://host:port of the membership; without it, in memory", secret=True
     )
-    durability: str = field(
-        default="disk",
-        metadata={"help": "disk: fsync before publish; async: a power cut may lose rounds"},
+    journal: Path | None = setting(None, "file of events as JSON lines; none without it")
+    health_address: str | None = setting(
+        None, "host:port of a plaintext port for health checks alone"
     )
-    redis: str | None = field(
-        default=None,
-        metadata={"help": "redis://host:port of the membership; without it, in memory"},
-    )
-    journal: Path | None = field(
-        default=None, metadata={"help": "file of events as JSON lines; none without it"}
-    )
-    health_address: str | None = field(
-        default=None, metadata={"help": "host:port of a plaintext port for health checks alone"}
-    )
-    drain_s: float = field(
-        default=10.0, metadata={"help": "how long rounds in flight may take after SIGTERM"}
-    )
-    max_staged_mb: int = field(
-        default=2048, metadata={"help": "MiB of pushes under way; more are told to come later"}
-    )
-    threads: int = field(default=1, metadata={"help": "torch threads for merging"})
-    insecure: bool = field(
-        default=False, metadata={"help": "plaintext beyond loopback, said aloud"}
-    )
-    log_format: str = field(default="text", metadata={"help": "text or json"})
+    drain_s: float = setting(10.0, "how long rounds in flight may take after SIGTERM")
+    max_staged_mb: int = setting(2048, "MiB of pushes under way; more are told to come later")
+    threads: int = setting(1, "torch threads for merging")
+    insecure: bool = setting(False, "plaintext beyond loopback, said aloud")
+    log_format: str = setting("text", "text or json")
 
     def __post_init__(self) -> None:
         parse_address(self.address)

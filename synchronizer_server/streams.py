@@ -24,19 +24,31 @@ class ReportStream:
         self.learner_id = learner_id
         self.incarnation = incarnation
         self._queue: asyncio.Queue[pb.ReportResponse | None] = asyncio.Queue()
-        self._error: DilocoError | None = None
+        self._error: Exception | None = None
         self._closed = False
 
-    def send(self, message: pb.ReportResponse) -> None:
-        """Queues a message; does nothing on a closed stream."""
-        if self._closed:
-            return
-        if self._queue.qsize() >= _MAX_QUEUED:
-            self.close(DilocoError(Reason.NO_PROGRESS, f"{self.learner_id} does not read"))
-            return
-        self._queue.put_nowait(message)
+    @property
+    def closed(self) -> bool:
+        """True once nothing more is said here, and nothing more is heard."""
+        return self._closed
 
-    def close(self, error: DilocoError | None = None) -> None:
+    def send(self, message: pb.ReportResponse) -> bool:
+        """Queues a message; does nothing on a closed stream.
+
+        Returns:
+            False where the stream was cut off just now, since the learner does not read.
+        """
+        if self._closed:
+            return True
+        if self._queue.qsize() < _MAX_QUEUED:
+            self._queue.put_nowait(message)
+            return True
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self.close(DilocoError(Reason.NO_PROGRESS, f"{self.learner_id} does not read"))
+        return False
+
+    def close(self, error: Exception | None = None) -> None:
         """Ends the stream after what is queued, with a status where there is an error."""
         if not self._closed:
             self._closed = True
@@ -47,7 +59,7 @@ class ReportStream:
         """Yields what is to be said until the stream ends.
 
         Raises:
-            DilocoError: why it was closed.
+            Exception: why it was closed.
         """
         while (message := await self._queue.get()) is not None:
             yield message

@@ -77,5 +77,6 @@ class TicketDesk:
         return sum(t.encoding.payload_bytes for t in self if t.stager is not None)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether a push of this size may be staged now."""
-        return self.staged_bytes + num_bytes <= self._max_staged_bytes
+        """Whether a push of this size may be staged now; one above the bound goes alone."""
+        staged_bytes = self.staged_bytes
+        return not staged_bytes or staged_bytes + num_bytes <= self._max_staged_bytes

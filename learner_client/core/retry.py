@@ -26,7 +26,7 @@ class Backoff:
         most_s: greatest bound, seconds.
     """
 
-    def __init__(self, *, first_s: float = 0.1, most_s: float = 5.0) -> None:
+    def __init__(self, *, first_s: float = 0.1, most_s: float = 2.0) -> None:
         self._first_s = first_s
         self._most_s = most_s
         self._num_failures = 0

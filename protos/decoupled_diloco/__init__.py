@@ -1,0 +1,1 @@
+"""What synchronizer and learners share: protos, layouts, codecs, settings, reasons."""

@@ -9,7 +9,7 @@ import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from decoupled_diloco.errors import Reason, UsageError
 
@@ -54,6 +54,11 @@ class Setting:
             tuple: "a list of texts",
         }
         return words[self.kind]
+
+
+def setting(default: Any, help_text: str, *, secret: bool = False) -> Any:  # noqa: ANN401 - as field
+    """A field of a settings dataclass: its default, and what its extremes do, for ``--help``."""
+    return dataclasses.field(default=default, metadata={"help": help_text, "secret": secret})
 
 
 def settings_of(cls: type) -> tuple[Setting, ...]:

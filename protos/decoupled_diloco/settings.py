@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
-from decoupled_diloco.codecs import get_codec
 from decoupled_diloco.errors import Reason, UsageError
-from decoupled_diloco.layout import Strategy
-from decoupled_diloco.v1 import types_pb2
+from decoupled_diloco.parts import Strategy
+from decoupled_diloco.setting_fields import setting
 
 PROTOCOL_VERSION: Final = 1
 """Version of the protocol; a learner that speaks another one is refused."""
@@ -19,86 +17,73 @@ MERGE_METHODS: Final = ("rda", "average")
 GRANULARITIES: Final = ("tensor", "fragment", "row")
 
 
-def _setting(default: object, help_text: str) -> object:
-    return field(default=default, metadata={"help": help_text})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
     """Everything that learners and synchronizer must agree on.
+
+    Whether the codecs exist is checked by who uses them (`codecs.check_codecs`): this module is
+    read by the pure cores and knows no tensors.
 
     Raises:
         UsageError: CONFIG_INVALID, CONFIG_CONFLICT or QUORUM_ABOVE_LEARNERS, naming the setting.
     """
 
-    run_id: str = _setting("run", "name of the run; a store holds one run")  # type: ignore[assignment]
-    num_learners: int = _setting(  # type: ignore[assignment]
+    run_id: str = setting("run", "name of the run; a store holds one run")
+    num_learners: int = setting(
         4, "planned learners, M: also the number of data shards; more are refused"
     )
-    quorum: int = _setting(  # type: ignore[assignment]
+    quorum: int = setting(
         1, "minimum quorum, K: a round needs that many; higher waits for slow and dead learners"
     )
-    num_fragments: int = _setting(  # type: ignore[assignment]
+    num_fragments: int = setting(
         24, "fragments, P: fewer where the model has fewer tensors; always above overlap"
     )
-    sync_interval: int = _setting(  # type: ignore[assignment]
+    sync_interval: int = setting(
         24, "H: inner steps between two merges of one fragment; lower merges and sends more often"
     )
-    overlap: int = _setting(  # type: ignore[assignment]
+    overlap: int = setting(
         2, "tau: rounds in flight, and inner steps that a round may take without holding anybody"
     )
-    strategy: str = _setting(  # type: ignore[assignment]
+    strategy: str = setting(
         "balanced", "layer, tensor, balanced or sub-tensor: how tensors are spread over fragments"
     )
-    grace: bool = _setting(  # type: ignore[assignment]
+    grace: bool = setting(
         True, "wait beyond the quorum while there is slack; without it merges have one member"
     )
-    grace_gamma: float = _setting(  # type: ignore[assignment]
+    grace_gamma: float = setting(
         0.9, "share of the slack that the grace window uses, gamma of Eq. 3"
     )
-    grace_min: float = _setting(  # type: ignore[assignment]
-        0.25, "shortest grace window as a share of one inner step"
-    )
-    startup_wait_s: float = _setting(  # type: ignore[assignment]
-        60.0, "how long the first round waits for all planned learners"
-    )
-    smoothing: float = _setting(  # type: ignore[assignment]
-        0.2, "weight of the newest value in the moving averages of pace"
-    )
-    merge: str = _setting("rda", "rda or average; embeddings are always averaged")  # type: ignore[assignment]
-    granularity: str = _setting(  # type: ignore[assignment]
+    grace_min: float = setting(0.25, "shortest grace window as a share of one inner step")
+    startup_wait_s: float = setting(60.0, "how long the first round waits for all planned learners")
+    smoothing: float = setting(0.2, "weight of the newest value in the moving averages of pace")
+    merge: str = setting("rda", "rda or average; embeddings are always averaged")
+    granularity: str = setting(
         "tensor", "what has a norm of its own in RDA: tensor, fragment or row"
     )
-    outer_learning_rate: float = _setting(  # type: ignore[assignment]
+    outer_learning_rate: float = setting(
         1.0, "outer SGD; with momentum keep lr/(1 - momentum) near 1 under rda"
     )
-    outer_momentum: float = _setting(  # type: ignore[assignment]
-        0.0, "Nesterov momentum of the outer SGD; 0 is plain SGD"
-    )
-    codec_up: str = _setting("bf16", "codec of outer gradients")  # type: ignore[assignment]
-    codec_down: str = _setting("bf16", "codec of updates")  # type: ignore[assignment]
-    retained_updates: int = _setting(  # type: ignore[assignment]
+    outer_momentum: float = setting(0.0, "Nesterov momentum of the outer SGD; 0 is plain SGD")
+    codec_up: str = setting("bf16", "codec of outer gradients")
+    codec_down: str = setting("bf16", "codec of updates")
+    retained_updates: int = setting(
         4, "updates kept per fragment for watchers that lag and for outer gradients on older bases"
     )
-    max_outer_gradient_norm: float = _setting(  # type: ignore[assignment]
+    max_outer_gradient_norm: float = setting(
         1e4, "an outer gradient of a fragment with a larger L2 norm is refused"
     )
-    total_global_steps: int = _setting(  # type: ignore[assignment]
-        0, "global steps of the run, T; 0 runs until it is stopped"
-    )
-    heartbeat_interval_s: float = _setting(  # type: ignore[assignment]
+    total_global_steps: int = setting(0, "global steps of the run, T; 0 runs until it is stopped")
+    heartbeat_interval_s: float = setting(
         1.0, "how often a learner's background thread says that it lives"
     )
-    heartbeat_timeout_s: float = _setting(  # type: ignore[assignment]
+    heartbeat_timeout_s: float = setting(
         5.0, "a learner silent for longer is no longer live; several intervals"
     )
-    push_floor_s: float = _setting(  # type: ignore[assignment]
+    push_floor_s: float = setting(
         1.0, "shortest time that a push gets, however fast the fleet steps"
     )
-    push_timeout_s: float = _setting(  # type: ignore[assignment]
-        60.0, "longest time that a push gets, whatever was measured"
-    )
-    trainer_json: str = _setting(  # type: ignore[assignment]
+    push_timeout_s: float = setting(60.0, "longest time that a push gets, whatever was measured")
+    trainer_json: str = setting(
         "", "settings of the shipped trainer (a JSON object), served to all learners alike"
     )
 
@@ -107,8 +92,6 @@ class RunSettings:
         _one_of("strategy", self.strategy, tuple(Strategy))
         _one_of("merge", self.merge, MERGE_METHODS)
         _one_of("granularity", self.granularity, GRANULARITIES)
-        get_codec(self.codec_up)
-        get_codec(self.codec_down)
         if not self.run_id or any(c in self.run_id for c in "/\\{}: \t\n"):
             raise UsageError(
                 Reason.CONFIG_INVALID,
@@ -167,58 +150,7 @@ class RunSettings:
                     Reason.CONFIG_INVALID, f"{name} is {number}; between {low_f} and {high_f}"
                 )
 
-    def to_proto(self) -> types_pb2.RunSettings:
-        """The part of the settings that learners need."""
-        return types_pb2.RunSettings(
-            run_id=self.run_id,
-            num_fragments=self.num_fragments,
-            sync_interval=self.sync_interval,
-            overlap=self.overlap,
-            quorum=self.quorum,
-            num_learners=self.num_learners,
-            strategy=self.strategy,
-            codec_up=self.codec_up,
-            codec_down=self.codec_down,
-            total_global_steps=self.total_global_steps,
-            heartbeat_timeout_seconds=self.heartbeat_timeout_s,
-            heartbeat_interval_seconds=self.heartbeat_interval_s,
-            push_timeout_seconds=self.push_timeout_s,
-            trainer_json=self.trainer_json,
-        )
-
-
-def settings_from_proto(message: types_pb2.RunSettings) -> RunSettings:
-    """Reads served settings; what learners do not need keeps its default.
-
-    Raises:
-        UsageError: where the message holds settings that cannot be.
-    """
-    return RunSettings(
-        run_id=message.run_id,
-        num_fragments=message.num_fragments,
-        sync_interval=message.sync_interval,
-        overlap=message.overlap,
-        quorum=message.quorum,
-        num_learners=message.num_learners,
-        strategy=message.strategy,
-        codec_up=message.codec_up,
-        codec_down=message.codec_down,
-        total_global_steps=message.total_global_steps,
-        heartbeat_timeout_s=message.heartbeat_timeout_seconds,
-        heartbeat_interval_s=message.heartbeat_interval_seconds,
-        push_timeout_s=message.push_timeout_seconds,
-        push_floor_s=min(message.push_timeout_seconds, 1.0),
-        trainer_json=message.trainer_json,
-    )
-
-
-def setting_names() -> tuple[str, ...]:
-    """Names of all settings of a run."""
-    return tuple(f.name for f in dataclasses.fields(RunSettings))
-
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise UsageError(
-            Reason.CONFIG_INVALID, f"{name} is {value!r}; one of {', '.join(allowed)}"
-        )
+        raise UsageError(Reason.CONFIG_INVALID, f"{name} is {value!r}; one of {', '.join(allowed)}")

@@ -10,7 +10,7 @@ DIGEST_BYTES: Final = 32
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> bytes:
-    """SHA-256 of ``data`` (contiguous): the digest of payloads and of published copies (as fp32)."""
+    """SHA-256 of ``data`` (contiguous): digest of payloads, and of published copies as fp32."""
     return hashlib.sha256(data).digest()
 
 

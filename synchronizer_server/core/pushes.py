@@ -56,13 +56,17 @@ class PushDesk:
     def opened(self, event: PushOpened) -> None:
         """A header came: stage it, or answer at once."""
         key = event.key
-        verdict = self._answers.get(key) or self._check(event)
-        if verdict is not None:
-            self.settle(key, verdict)
+        if (first := self._answers.get(key)) is not None:
+            self.settle(key, first)
             return
-        round_ = self.state.round(key.global_step)
-        assert round_ is not None, "checked"
-        pending = round_.pending[key.learner_id]
+        round_, pending = self._asked(key)
+        verdict = self._check(event)
+        if round_ is None or pending is None:
+            self.settle(key, verdict or self._not_wanted(key))
+            return
+        if verdict is not None:
+            self.drop(round_, key.learner_id, verdict)
+            return
         if pending.header not in {None, event}:
             # Which of the two were staged could not be told: neither is merged.
             message = "another push of the same round is open; send one and wait for its answer"
@@ -256,7 +260,9 @@ class PushDesk:
         return None
 
     def _not_wanted(self, key: PushKey) -> Verdict:
-        if 0 < key.global_step <= self.state.last_opened:
+        round_ = self.state.round(key.global_step)
+        asked = round_ is None or not round_.collecting
+        if asked and 0 < key.global_step <= self.state.last_opened:
             return _dropped(Reason.TOO_LATE, f"round {key.global_step} no longer waits for it")
         return _refused(Reason.NOT_ASKED, f"nobody asked for round {key.global_step}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -103,6 +103,7 @@ class Roster:
 
     def __init__(self) -> None:
         self._learners: dict[str, Learner] = {}
+        self._live: list[Learner] | None = None
 
     def __iter__(self) -> Iterator[Learner]:
         return iter(self._learners.values())
@@ -116,14 +117,16 @@ class Roster:
         learner = self._learners.get(learner_id)
         return learner if learner is not None and learner.incarnation == incarnation else None
 
-    @property
-    def num_live(self) -> int:
-        """How many learners are live."""
-        return sum(x.live for x in self)
-
-    def live(self) -> list[Learner]:
+    def live(self) -> Sequence[Learner]:
         """Live learners, by id."""
-        return sorted((x for x in self if x.live), key=lambda x: x.learner_id)
+        if self._live is None:
+            self._live = sorted((x for x in self if x.live), key=lambda x: x.learner_id)
+        return self._live
+
+    def move(self, learner: Learner, state: LearnerState) -> None:
+        """Changes where a learner stands."""
+        learner.state = state
+        self._live = None
 
     def restore(self, learner_id: str, *, incarnation: Incarnation, shard: int, local_step: int,
                 num_tokens_merged: int, now: float) -> None:  # fmt: skip
@@ -162,11 +165,12 @@ class Roster:
             learner.num_refused = before.num_refused
             learner.last_reason = before.last_reason
         self._learners[event.learner_id] = learner
+        self._live = None
         return learner
 
     def opened(self, learner: Learner, now: float) -> None:
         """Its report stream is open."""
-        learner.state = LearnerState.LIVE
+        self.move(learner, LearnerState.LIVE)
         learner.heard_at = now
         learner.reported_at = None
 
@@ -200,17 +204,14 @@ class Roster:
 
     def silent(self, now: float, timeout_s: float) -> list[Learner]:
         """Live learners that were not heard for ``timeout_s`` or longer."""
-        return sorted(
-            (x for x in self if x.live and now >= x.heard_at + timeout_s),
-            key=lambda x: x.learner_id,
-        )
+        return [x for x in self.live() if now >= x.heard_at + timeout_s]
 
     def silent_at(self, timeout_s: float) -> float | None:
         """When the next live learner counts as silent, seconds; None where none is live."""
-        heard = min((x.heard_at for x in self if x.live), default=None)
-        return None if heard is None else heard + timeout_s
+        live = self.live()
+        return min([x.heard_at for x in live]) + timeout_s if live else None
 
     def median_step_s(self) -> float | None:
         """Median over live learners of their own recent step time, seconds; None before any."""
-        recent = [x.step_s for x in self if x.live and x.step_s is not None]
+        recent = [x.step_s for x in self.live() if x.step_s is not None]
         return statistics.median(recent) if recent else None

@@ -174,7 +174,7 @@ class Scheduler:
         state = self.state
         if not round_.startup or round_.global_step != state.first_step:
             return 0
-        return max(state.settings.num_learners - state.roster.num_live, 0)
+        return max(state.settings.num_learners - len(state.roster.live()), 0)
 
     def _ask(self, round_: Round, candidates: list[Learner], now: float) -> None:
         state = self.state
@@ -287,14 +287,6 @@ class Scheduler:
         if state.finished:
             state.effects.append(SendStop(global_step=state.committed))
         state.effects.append(Completed(global_step=state.committed))
-
-    def catch_up(self) -> None:
-        """A report stream opened: its learner hears what it missed."""
-        state = self.state
-        if state.finished:
-            state.effects.append(SendStop(global_step=state.committed))
-        elif state.seeded:
-            self._send_schedule()
 
     def deadlines(self, now: float) -> Iterator[float]:
         """Times at which something may move without an event, seconds."""

@@ -61,8 +61,8 @@ class Seeding:
             self.lost(*state.seeder)
         if state.seeder is not None or state.draining:
             return
-        for learner in state.roster.live():
-            learner.state = LearnerState.DISCONNECTED
+        for learner in list(state.roster.live()):
+            state.roster.move(learner, LearnerState.DISCONNECTED)
             state.effects += [
                 LearnerChanged(
                     learner_id=learner.learner_id,
@@ -90,7 +90,8 @@ class Seeding:
 
     def _others_live(self) -> bool:
         seeder = self.state.seeder
-        return any(x.live and seeder != (x.learner_id, x.incarnation) for x in self.state.roster)
+        live = self.state.roster.live()
+        return any(seeder != (x.learner_id, x.incarnation) for x in live)
 
     def refusal(self, learner_id: str, incarnation: Incarnation, fragment: int) -> Reason | None:
         """Why this learner may not push the seed of this fragment; None where it may."""

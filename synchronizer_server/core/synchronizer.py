@@ -159,7 +159,6 @@ class SynchronizerCore:
                 if learner is not None and learner.state is not LearnerState.LEFT:
                     self.state.roster.opened(learner, now)
                     self._changed(learner, "report stream open")
-                    self._scheduler.catch_up()
             case ev.StreamClosed():
                 self._out(event, LearnerState.DISCONNECTED, "report stream closed")
             case ev.LearnerLeft():
@@ -200,12 +199,12 @@ class SynchronizerCore:
             return
         if state is LearnerState.DISCONNECTED and learner.state is LearnerState.GONE:
             return
-        learner.state = state
+        self.state.roster.move(learner, state)
         self._drop_out(learner, reason)
 
     def _expire(self, now: float) -> None:
         for learner in self.state.roster.silent(now, self.state.settings.heartbeat_timeout_s):
-            learner.state = LearnerState.GONE
+            self.state.roster.move(learner, LearnerState.GONE)
             self._drop_out(learner, "silent")
             self.state.effects.append(
                 CloseStream(

@@ -44,11 +44,16 @@ return {1, mark(ARGV[1], tonumber(ARGV[2]), granted)}
 HEARTBEAT: Final = (
     _COMMON
     + """
+local at = string.format('%.0f', now)
 for i = 1, #ARGV, 3 do
-  local new_term, new_number = tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
-  local term, number = known(ARGV[i])
-  if not term or new_term > term or (new_term == term and new_number >= number) then
-    mark(ARGV[i], new_term, new_number)
+  if redis.call('HGET', KEYS[1], ARGV[i]) == ARGV[i + 1] .. '.' .. ARGV[i + 2] then
+    redis.call('ZADD', KEYS[2], at, ARGV[i])
+  else
+    local new_term, new_number = tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
+    local term, number = known(ARGV[i])
+    if not term or new_term > term or (new_term == term and new_number > number) then
+      mark(ARGV[i], new_term, new_number)
+    end
   end
 end
 return 0

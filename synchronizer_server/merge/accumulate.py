@@ -81,7 +81,8 @@ def _blocks(pieces: Sequence[Piece], granularity: Granularity) -> Iterator[_Bloc
 class Accumulator:
     """Merges the contributions to one fragment in one round, in order of arrival.
 
-    That order is the order of the fp32 sums. ``add`` allocates nothing of the fragment's size.
+    That order is the order of the fp32 sums. ``add`` works in place; only rows of zero or absurd
+    norm are copied for a moment, to be measured in fp64.
     Memory: one fp32 [n] for AVERAGE, two for RDA. The second is the price of the fall-back: the
     average of vectors that cancel cannot be had from their directions, and only the last arrival
     shows that they cancel; it costs one more in-place pass per arrival, and keeps the fall-back

@@ -6,6 +6,7 @@ from typing import NoReturn
 
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.settings import PROTOCOL_VERSION
+from decoupled_diloco.settings_proto import settings_to_proto
 from decoupled_diloco.v1 import admin_pb2 as pb
 from decoupled_diloco.v1 import admin_pb2_grpc as rpc
 from synchronizer_server.convert import tensors_to
@@ -78,7 +79,7 @@ class AdminService(rpc.AdminServiceServicer):
         engine = self._engine
         layout = engine.layout
         return pb.GetRunResponse(
-            settings=engine.parts.settings.to_proto(),
+            settings=settings_to_proto(engine.parts.settings),
             tensors=tensors_to(layout.tensors) if layout is not None else [],
             layout_fingerprint=layout.fingerprint if layout is not None else "",
             seeded=engine.core.state.seeded,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Final
+from collections.abc import AsyncIterator
+from typing import Any
 
 import torch
 
@@ -12,21 +12,20 @@ from decoupled_diloco.codecs import Stager, get_codec
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.v1 import types_pb2
-from synchronizer_server.convert import incarnation_from, malformed, version_from
+from synchronizer_server.convert import check_count, incarnation_from, malformed, version_from
 from synchronizer_server.core import events as ev
 from synchronizer_server.core.events import PushKey
 from synchronizer_server.engine import Engine
 from synchronizer_server.tickets import Ticket
 from synchronizer_server.updates import FULL_CODEC
 
-_RETRIED: Final = frozenset({Reason.OUT_OF_MEMORY_BUDGET, Reason.OFFSET_MISMATCH})
-
 
 async def push(engine: Engine, requests: AsyncIterator[pb.PushRequest]) -> pb.PushResponse:
     """Serves one push stream; every push gets an answer.
 
     Raises:
-        DilocoError: MALFORMED, STARTING or OUT_OF_MEMORY_BUDGET; nothing was counted then.
+        DilocoError: MALFORMED for a header that cannot be; OUT_OF_MEMORY_BUDGET where it may be
+            sent again while its round waits.
     """
     first = await anext(aiter(requests), None)
     if first is None or first.WhichOneof("kind") != "header":
@@ -35,6 +34,8 @@ async def push(engine: Engine, requests: AsyncIterator[pb.PushRequest]) -> pb.Pu
     key = PushKey(
         header.learner_id, incarnation_from(header.incarnation), header.global_step, header.fragment
     )
+    if header.group != 0:
+        raise malformed(f"a push to group {header.group}, which is not here")
     if header.kind == pb.PUSH_KIND_SEED:
         return await _push_seed(engine, key, header, requests)
     if header.kind != pb.PUSH_KIND_OUTER_GRADIENT:
@@ -45,55 +46,73 @@ async def push(engine: Engine, requests: AsyncIterator[pb.PushRequest]) -> pb.Pu
 async def _push_outer_gradient(
     engine: Engine, key: PushKey, header: pb.PushHeader, requests: AsyncIterator[pb.PushRequest]
 ) -> pb.PushResponse:
+    try:
+        opened = _opened(key, header)
+    except DilocoError as error:
+        engine.handle(_failed(key, error))  # its round does not wait for it
+        raise
     ticket = engine.tickets.take(key, header.encoding)
-    engine.handle(
-        ev.PushOpened(
-            key=key,
-            term=header.term,
-            base=version_from(header.base),
-            local_step=header.local_step,
-            num_tokens=header.num_tokens,
-            num_steps=header.num_steps,
-        )
-    )
+    engine.handle(opened)
     if ticket.answer.done():
         return await ticket.answer
     try:
-        if ticket.stager is None:
-            ticket.stager = _stager(engine, key, header.encoding, engine.parts.settings.codec_up)
-        if header.offset_bytes != ticket.stager.num_bytes:
+        if not await _staged(engine, ticket, header, requests):
             return _resume(engine, ticket)
-
-        def progressed(num_bytes: int) -> None:
-            engine.handle(ev.PushProgressed(key=key, staged_bytes=num_bytes))
-
-        whole = await _receive(ticket, requests, progressed)
-        if ticket.answer.done():
-            return await ticket.answer
-        if not whole:
-            return _resume(engine, ticket)
-        await _decode(engine, ticket)
-        engine.handle(ev.PushStaged(key=key))
     except DilocoError as error:
-        engine.handle(
-            ev.PushFailed(
-                key=key,
-                reason=error.reason,
-                message=error.message,
-                refused=error.reason not in _RETRIED,
-            )
-        )
+        if error.reason is Reason.OUT_OF_MEMORY_BUDGET:
+            raise
+        if error.reason is Reason.OFFSET_MISMATCH:
+            return _resume(engine, ticket)
+        if not ticket.answer.done():
+            engine.handle(_failed(key, error))
     return await ticket.answer
 
 
-async def _decode(engine: Engine, ticket: Ticket) -> None:
-    assert ticket.stager is not None, "staged before it is decoded"
-    payload = ticket.stager.finish()
-    codec, fragment = ticket.encoding.codec, ticket.key.fragment
+def _opened(key: PushKey, header: pb.PushHeader) -> ev.PushOpened:
+    return ev.PushOpened(
+        key=key,
+        term=header.term,
+        base=version_from(header.base),
+        local_step=check_count(header.local_step, "a local step"),
+        num_tokens=header.num_tokens,
+        num_steps=header.num_steps,
+    )
+
+
+def _failed(key: PushKey, error: DilocoError) -> ev.PushFailed:
+    return ev.PushFailed(key=key, reason=error.reason, message=error.message, refused=True)
+
+
+async def _staged(
+    engine: Engine, ticket: Ticket, header: pb.PushHeader, requests: AsyncIterator[pb.PushRequest]
+) -> bool:
+    """Receives, decodes and hands over; False where the rest is to be sent again.
+
+    A stream that ends short proves nothing, since a broken connection may look the same.
+
+    Raises:
+        DilocoError: what is wrong with the push.
+    """
+    if header.encoding != ticket.encoding:
+        raise malformed("a push goes on with other bytes than it began with")
+    if ticket.stager is None:
+        ticket.stager = _stager(engine, ticket.key, header.encoding, engine.parts.settings.codec_up)
+    if header.offset_bytes != ticket.stager.num_bytes:
+        return False
+    is_newest = await _receive(engine, ticket, requests)
+    if ticket.answer.done():
+        return True
+    if not is_newest or ticket.stager.num_bytes < ticket.encoding.payload_bytes:
+        return False
+    payload, codec, fragment = ticket.stager.finish(), ticket.encoding.codec, ticket.key.fragment
     vector: torch.Tensor = await engine.parts.tensors_runner.submit(
         lambda: engine.tensors.decode(codec, payload, fragment)
     )
-    ticket.vector = vector
+    # Answered meanwhile: the key may already name a later push, which is not ours to speak for.
+    if not ticket.answer.done():
+        ticket.vector = vector
+        engine.handle(ev.PushStaged(key=ticket.key))
+    return True
 
 
 def _resume(engine: Engine, ticket: Ticket) -> pb.PushResponse:
@@ -129,60 +148,54 @@ def _stager(engine: Engine, key: PushKey, encoding: types_pb2.Encoding, codec_na
             Reason.TRUNCATED,
             f"{encoding.payload_bytes} bytes claimed; {codec_name} takes at least {low}",
         )
-    if not engine.tickets.has_room(encoding.payload_bytes):
+    if encoding.payload_bytes <= high and not engine.tickets.has_room(encoding.payload_bytes):
         raise DilocoError(
             Reason.OUT_OF_MEMORY_BUDGET, "too many bytes are in flight; push again later"
         )
     return Stager(encoding.payload_bytes, encoding.digest, high)
 
 
-async def _receive(
-    ticket: Ticket,
-    requests: AsyncIterator[pb.PushRequest],
-    progressed: Callable[[int], None],
-) -> bool:
-    """Stages chunks until the stream ends or the push is answered; False where others took over.
+async def _receive(engine: Engine, ticket: Ticket, requests: AsyncIterator[pb.PushRequest]) -> bool:
+    """Stages chunks until the stream ends or the push is answered.
+
+    Returns:
+        False where another stream of the same push took over.
 
     Raises:
         DilocoError: what is wrong with the bytes.
     """
     ticket.streams += 1
     stream = ticket.streams
-    async for request in _until_answered(ticket, requests):
-        if ticket.streams != stream:
-            return False
-        if request.WhichOneof("kind") != "chunk":
-            raise malformed("a push of more than one header")
-        if ticket.stager is None:
-            return True
-        ticket.stager.add(request.chunk.offset_bytes, request.chunk.data)
-        progressed(ticket.stager.num_bytes)
+    iterator = aiter(requests)
+    while (request := await _next(ticket, iterator)) is not None and ticket.streams == stream:
+        assert ticket.stager is not None, "there until it is answered"
+        chunk = _chunk(request)
+        ticket.stager.add(chunk.offset_bytes, chunk.data)
+        engine.handle(ev.PushProgressed(key=ticket.key, staged_bytes=ticket.stager.num_bytes))
     return ticket.streams == stream
 
 
-async def _until_answered(
-    ticket: Ticket, requests: AsyncIterator[pb.PushRequest]
-) -> AsyncIterator[pb.PushRequest]:
-    """Yields messages, but never waits for one when the push is answered: stalled senders too."""
-    iterator = aiter(requests)
-    while not ticket.answer.done():
-        reading = asyncio.ensure_future(_next(iterator))
-        try:
-            waiting: list[asyncio.Future[Any]] = [reading, ticket.answer]
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not reading.done():
-                reading.cancel()
-        if ticket.answer.done() and not reading.done():
-            return
-        request = await reading
-        if request is None:
-            return
-        yield request
+async def _next(ticket: Ticket, iterator: AsyncIterator[pb.PushRequest]) -> pb.PushRequest | None:
+    """The next message; None at the end, or once the push is answered: stalled senders too."""
+    if ticket.answer.done():
+        return None
+    reading = asyncio.ensure_future(_read(iterator))
+    waiting: list[asyncio.Future[Any]] = [reading, ticket.answer]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        return None if ticket.answer.done() else await reading
+    finally:
+        reading.cancel()
 
 
-async def _next(iterator: AsyncIterator[pb.PushRequest]) -> pb.PushRequest | None:
+async def _read(iterator: AsyncIterator[pb.PushRequest]) -> pb.PushRequest | None:
     return await anext(iterator, None)
+
+
+def _chunk(request: pb.PushRequest) -> types_pb2.Chunk:
+    if request.WhichOneof("kind") != "chunk":
+        raise malformed("a push of more than one header")
+    return request.chunk
 
 
 async def _push_seed(
@@ -194,7 +207,8 @@ async def _push_seed(
     try:
         stager = _stager(engine, key, header.encoding, FULL_CODEC)
         async for request in requests:
-            stager.add(request.chunk.offset_bytes, request.chunk.data)
+            chunk = _chunk(request)
+            stager.add(chunk.offset_bytes, chunk.data)
             engine.handle(ev.Heard(learner_id=key.learner_id, incarnation=key.incarnation))
         payload = stager.finish()
         vector = await engine.parts.tensors_runner.submit(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from decoupled_diloco.errors import DilocoError, reason_of
+from decoupled_diloco.errors import reason_of
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.versions import Incarnation
-from synchronizer_server.convert import incarnation_from, loss_from, malformed
+from synchronizer_server.convert import check_count, incarnation_from, loss_from, malformed
 from synchronizer_server.core import events as ev
 from synchronizer_server.engine import Engine
 from synchronizer_server.service.identity import require_current
@@ -30,7 +30,7 @@ async def report(
             yield message
     finally:
         reader.cancel()
-        _close(engine, stream)
+        engine.stream_ended(stream)
 
 
 async def _hello(requests: AsyncIterator[pb.ReportRequest]) -> pb.ReportHello:
@@ -53,16 +53,10 @@ def _open(engine: Engine, hello: pb.ReportHello) -> ReportStream:
     if state.seeded:
         schedule = pb.Schedule(global_step=state.committed, due_fragments=state.due_fragments())
         stream.send(pb.ReportResponse(schedule=schedule))
-    if state.complete and not state.draining:
+    if state.finished:
         stop = pb.Stop(global_step=state.committed, reason="the run is complete")
         stream.send(pb.ReportResponse(stop=stop))
     return stream
-
-
-def _close(engine: Engine, stream: ReportStream) -> None:
-    if engine.streams.get(stream.learner_id) is stream:
-        del engine.streams[stream.learner_id]
-        engine.handle(ev.StreamClosed(learner_id=stream.learner_id, incarnation=stream.incarnation))
 
 
 async def _read(
@@ -70,8 +64,10 @@ async def _read(
 ) -> None:
     try:
         async for request in requests:
+            if stream.closed:
+                return
             engine.handle(_event(stream, request))
-    except DilocoError as error:
+    except Exception as error:
         stream.close(error)
     else:
         stream.close()
@@ -99,9 +95,9 @@ def _step(learner_id: str, incarnation: Incarnation, step: pb.InnerStep) -> ev.S
     return ev.StepReported(
         learner_id=learner_id,
         incarnation=incarnation,
-        local_step=step.clock.own_step,
+        local_step=check_count(step.clock.own_step, "a local step"),
         num_steps=step.num_steps,
-        num_tokens=step.num_tokens,
+        num_tokens=check_count(step.num_tokens, "a number of tokens"),
         known_global_steps=tuple(step.clock.known_global_steps),
         loss=loss_from(step),
     )

@@ -17,7 +17,7 @@ async def watch(engine: Engine, request: pb.WatchRequest) -> AsyncIterator[pb.Wa
     """Serves one watcher, at its own pace: it reads from what is retained, there is no queue.
 
     Raises:
-        DilocoError: FENCED, UNKNOWN_LEARNER, RUN_MISMATCH or LAYOUT_MISMATCH.
+        DilocoError: FENCED, UNKNOWN_LEARNER, RUN_MISMATCH or LAYOUT_MISMATCH; DRAINING at the end.
     """
     check_id(request.watcher_id, "watcher_id")
     learner_id = _learner(engine, request)
@@ -40,6 +40,8 @@ async def watch(engine: Engine, request: pb.WatchRequest) -> AsyncIterator[pb.Wa
                 yield pb.WatchResponse(caught_up=pb.CaughtUp(clock=engine.clock_message()))
         if not sent:
             await published.wait()
+            if engine.closed:
+                raise DilocoError(Reason.DRAINING, "the synchronizer stops; watch again later")
             _learner(engine, request)
 
 

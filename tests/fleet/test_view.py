@@ -79,6 +79,7 @@ def drawn(what: Scene) -> str:
         "1.5 MB",
         "999 B",
         "40 (-2 TOO_LATE)",
+        "2x",
         "quorum 2",
         "grace 0.125 s",
         "participation 98%",
@@ -90,6 +91,14 @@ def drawn(what: Scene) -> str:
 )
 def test_the_table_shows(shown: str) -> None:
     assert shown in drawn(scene())
+
+
+def test_a_narrow_terminal_still_shows_every_number() -> None:
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(render(scene()))
+    row = next(line for line in console.export_text().splitlines() if "learner-0 " in line)
+    for part in ("live", "1,234", "2.345", "5,000", "1.5 MB", "999 B"):
+        assert part in row
 
 
 def test_learners_stand_in_the_order_of_their_numbers_also_before_they_have_joined() -> None:

@@ -15,6 +15,7 @@ from decoupled_diloco.codecs import Stager, get_codec, iter_chunks, payload_dige
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.layout import Layout, Role, Strategy, TensorSpec, build_layout
 from decoupled_diloco.settings import RunSettings
+from decoupled_diloco.settings_proto import settings_to_proto
 from decoupled_diloco.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -115,11 +116,18 @@ class ScriptedSynchronizer(
     def come_back(self) -> None:
         self.is_away = False
 
+    def restart(self) -> None:
+        """A new term: what is published stays, incarnations are granted anew."""
+        self.term += 1
+        self._stagers.clear()
+        self.go_away()
+        self.come_back()
+
     # -- servicer ------------------------------------------------------------------------
 
     async def GetRun(self, request, context):
         await self._check_away(context)
-        return admin_pb2.GetRunResponse(settings=self.settings.to_proto())
+        return admin_pb2.GetRunResponse(settings=settings_to_proto(self.settings))
 
     async def Join(self, request, context):
         await self._check_away(context)
@@ -145,7 +153,7 @@ class ScriptedSynchronizer(
         return synchronizer_pb2.JoinResponse(
             claim=types_pb2.LeadershipClaim(run_id=self.settings.run_id, term=self.term),
             incarnation=types_pb2.Incarnation(term=self.term, number=1),
-            settings=self.settings.to_proto(),
+            settings=settings_to_proto(self.settings),
             layout_fingerprint=self.layout.fingerprint,
             seed=not self.published and len(self._seeds) == 0,
             shard=0,
@@ -154,10 +162,12 @@ class ScriptedSynchronizer(
         )
 
     async def Report(self, request_iterator, context):
-        await self._check_away(context)
+        first = await anext(request_iterator)
+        await self._check_away(context, first.hello.incarnation)
         down: asyncio.Queue = asyncio.Queue()
         with self._running(context, "report"):
-            reader = asyncio.create_task(self._read_reports(request_iterator, down))
+            reader = asyncio.create_task(self._read_reports(request_iterator))
+            self._down[first.hello.learner_id] = down
             try:
                 while True:
                     yield await down.get()
@@ -165,12 +175,10 @@ class ScriptedSynchronizer(
                 reader.cancel()
                 await asyncio.gather(reader, return_exceptions=True)
 
-    async def _read_reports(self, requests, down) -> None:
+    async def _read_reports(self, requests) -> None:
         async for request in requests:
             kind = request.WhichOneof("kind")
-            if kind == "hello":
-                self._down[request.hello.learner_id] = down
-            elif kind == "inner_step":
+            if kind == "inner_step":
                 self.steps.append(request.inner_step)
             elif kind == "heartbeat":
                 self.heartbeats += 1
@@ -226,7 +234,7 @@ class ScriptedSynchronizer(
         self.published[fragment] = (Version(self.term, 0, sha(vector)), vector)
 
     async def Watch(self, request, context):
-        await self._check_away(context)
+        await self._check_away(context, request.incarnation)
         self.watches.append(request)
         queue: asyncio.Queue = asyncio.Queue()
         with self._running(context, "watch"):
@@ -299,9 +307,11 @@ class ScriptedSynchronizer(
         finally:
             self._handlers.discard(task)
 
-    async def _check_away(self, context) -> None:
+    async def _check_away(self, context, incarnation=None) -> None:
         if self.is_away:
             await abort(context, DilocoError(Reason.UNAVAILABLE, "away"))
+        if incarnation is not None and incarnation.term != self.term:
+            await abort(context, DilocoError(Reason.STALE_TERM, "join again"))
 
 
 async def until(condition, timeout_s: float = 20.0) -> None:

@@ -276,11 +276,37 @@ async def test_training_goes_on_while_the_synchronizer_is_away_and_it_is_said_on
         merged = service.steps[1]
         assert (merged.num_steps, merged.num_tokens, merged.loss) == (5, 15, 2.0)
         assert merged.clock.own_step == 6
-        again = service.joins[-1]
-        assert again.request_id == service.joins[0].request_id
-        assert again.previous_incarnation.number == 1
-        assert len(again.held) == 4
+        assert len(service.joins) == 1, "the incarnation is kept, so that no successor is fenced"
         assert all(len(watch.held) == 4 for watch in service.watches[1:]), "nothing comes twice"
+
+
+@pytest.mark.asyncio
+async def test_after_a_restart_of_the_synchronizer_the_same_process_joins_again_and_contributes():
+    service = ScriptedSynchronizer(make_settings(codec_up="fp32"))
+    model = make_model()
+    async with make_learner(service, model) as learner:
+        train(model)
+        learner.step(num_tokens=1)
+        base = service.published[1][1]
+        service.restart()
+        await until(lambda: len(service.joins) == 2 and learner.status.online)
+        first, again = service.joins
+        assert again.request_id == first.request_id
+        assert (again.previous_incarnation.term, again.previous_incarnation.number) == (1, 1)
+        assert [item.fragment for item in again.held] == [0, 1, 2, 3]
+        assert again.clock.own_step == 1
+        assert again.claim.term == 1
+        await until(lambda: len(service.watches) == 2)
+        assert len(service.watches[1].held) == 4, "nothing comes twice"
+        learner.step(num_tokens=1)
+        expected = base - local_vector(learner, 1)
+        await until(lambda: service._down)
+        service.pull(NAME, 1, 1)
+        await until(lambda: service.pushes)
+        assert torch.equal(service.pushes[0].vector, expected)
+        assert service.pushes[0].header.incarnation.term == 2
+        assert service.pushes[0].header.num_steps == 2
+        assert learner.local_step == 2
 
 
 @pytest.mark.asyncio

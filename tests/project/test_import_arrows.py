@@ -38,7 +38,10 @@ CORE_SHARED = {
     "decoupled_diloco.settings",
     "decoupled_diloco.versions",
 }
-WITHOUT_TENSORS = ("errors", "layout", "partition", "versions")
+WITHOUT_TENSORS = (
+    "errors", "layout", "partition", "parts", "setting_fields", "settings", "strategies",
+    "versions",
+)  # fmt: skip
 NOT_WITHOUT_TENSORS = {"torch", "numpy", "grpc"}
 NOT_IN_MERGE = {
     "asyncio", "google", "grpc", "random", "redis", "socket", "subprocess", "threading", "time",
@@ -178,10 +181,11 @@ def test_a_lawful_import_is_left_alone(module, text):
     assert violations({module: text}) == []
 
 
-def test_the_layout_is_usable_without_torch_and_grpc():
+def test_layout_and_core_are_usable_without_torch_and_grpc():
     code = (
         "import sys; sys.modules['torch'] = sys.modules['grpc'] = None; "
-        "import decoupled_diloco.layout, decoupled_diloco.versions, decoupled_diloco.errors"
+        "import decoupled_diloco.layout, decoupled_diloco.settings, decoupled_diloco.versions"
+        ", synchronizer_server.core.synchronizer"
     )
     path = {"PYTHONPATH": str(ROOT / "protos")}
     done = subprocess.run(

@@ -201,12 +201,16 @@ async def test_a_wrong_password_is_told_without_repeating_it(tmp_path: Path) -> 
 async def test_a_server_that_is_no_redis_gives_one_clear_error(
     call: Callable[[Membership], Awaitable[object]],
 ) -> None:
+    open_links: set[asyncio.StreamWriter] = set()
+
     async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        open_links.add(writer)
         with contextlib.suppress(OSError):
             while await reader.read(4096):
                 writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n\x00\xff")
                 await writer.drain()
         writer.close()
+        open_links.discard(writer)
 
     web = await asyncio.start_server(babble, "127.0.0.1", 0)
     async with web:
@@ -215,6 +219,9 @@ async def test_a_server_that_is_no_redis_gives_one_clear_error(
             with pytest.raises(DilocoError) as caught:
                 await call(membership)
             assert caught.value.reason is Reason.MEMBERSHIP_UNAVAILABLE
+        async with asyncio.timeout(20):
+            while open_links:  # noqa: ASYNC110 - the handlers end on their own
+                await asyncio.sleep(0.005)
 
 
 PREFIX = "diloco:{garbage}:g0:"
@@ -335,3 +342,30 @@ async def test_a_black_hole_gives_one_clear_error() -> None:
             with pytest.raises(DilocoError, match=r"0\.1 s|[Tt]imeout") as caught:
                 await asyncio.wait_for(membership.members(), timeout=20)
             assert caught.value.reason is Reason.MEMBERSHIP_UNAVAILABLE
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_never_ends_hangs_no_call() -> None:
+    """Every byte comes in time; only the bound on the whole call helps."""
+
+    ended = asyncio.Event()
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            await reader.read(1)
+            writer.write(b"$1000000\r\n")
+            while not writer.is_closing():
+                writer.write(b"1")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        writer.close()
+        ended.set()
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        async with open_membership(f"127.0.0.1:{port}", timeout_s=0.3) as membership:
+            with pytest.raises(DilocoError) as caught:
+                await asyncio.wait_for(membership.get_quorum(), timeout=20)
+            assert caught.value.reason is Reason.MEMBERSHIP_UNAVAILABLE
+        await asyncio.wait_for(ended.wait(), timeout=20)

@@ -10,6 +10,8 @@ import random
 import resource
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,13 @@ import pytest
 from decoupled_diloco.errors import DilocoError, Reason
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.store import DiskStore
-from synchronizer_server.store.envelope import Durability
+from synchronizer_server.store.envelope import (
+    Durability,
+    decode_fragment,
+    decode_record,
+    encode_fragment,
+    encode_record,
+)
 from tests.synchronizer.store_scenario import (
     DESCRIPTION,
     RUN,
@@ -405,6 +413,24 @@ def test_a_damaged_or_missing_description_is_refused(
     store.close()
 
 
+def test_a_published_copy_that_is_not_its_version_is_refused(
+    closed_store: tuple[Path, RoundRecord],
+) -> None:
+    """File and record agree with each other, and both are wrong."""
+    path, _ = closed_store
+    newest, *_, file = files_of_the_cut(path)
+    envelope = decode_record(newest.read_bytes())
+    tensors = decode_fragment(file.read_bytes())
+    tensors.published[0] = 1.0
+    data = encode_fragment(tensors, envelope.record, 2)
+    file.write_bytes(data)
+    ref = replace(envelope.files[2], num_bytes=len(data), sha256=sha256(data).hexdigest())
+    newest.write_bytes(encode_record(replace(envelope, files=(*envelope.files[:2], ref))))
+    store = open_disk(path)
+    refused(store, Reason.STORE_CORRUPT, file)
+    store.close()
+
+
 def test_damage_in_an_older_record_stops_nothing(
     closed_store: tuple[Path, RoundRecord], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -464,6 +490,19 @@ def test_async_still_refuses_damage_in_the_seed_or_the_start_of_a_term(tmp_path:
         os.truncate(file, file.stat().st_size // 2)
         refused(store, Reason.STORE_CORRUPT, file)
         file.unlink()  # the remedy: back to the record before
+    store.close()
+
+
+def test_async_never_goes_back_over_the_start_of_a_term(tmp_path: Path) -> None:
+    """A damaged fragment under it is damage, although its round was left to the kernel once."""
+    store = open_disk(tmp_path, "async", keep_rounds=4)
+    rounds(store, begin(store), 3)
+    store.close()
+    store = open_disk(tmp_path, "async", keep_rounds=4)
+    begin(store)
+    (file,) = tmp_path.rglob("fragment-*-0000000003.safetensors")
+    os.truncate(file, file.stat().st_size // 2)
+    refused(store, Reason.STORE_CORRUPT, file)
     store.close()
 
 

@@ -9,6 +9,7 @@ from typing import Final, Protocol
 import torch
 
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.settings import RunSettings
 
 Payload = bytes | memoryview
 """An encoded vector: contiguous unsigned bytes (a memoryview of format ``B``)."""
@@ -71,6 +72,16 @@ def get_codec(name: str) -> Codec:
         f"unknown codec {name!r}: {hint}the codecs are {', '.join(codec_names())}",
         codec=name,
     )
+
+
+def check_codecs(settings: RunSettings) -> None:
+    """Checks the codecs that settings of a run name.
+
+    Raises:
+        UsageError: ``CONFIG_INVALID``, with the nearest name.
+    """
+    get_codec(settings.codec_up)
+    get_codec(settings.codec_down)
 
 
 def check_vector(vector: torch.Tensor) -> None:
