@@ -17,6 +17,7 @@ from typing import Any, Final
 from decoupled_diloco.codecs import check_codecs
 from decoupled_diloco.config import ENV_PREFIX, Loaded, Origin, load_settings, read_section
 from decoupled_diloco.errors import Reason, UsageError
+from decoupled_diloco.setting_fields import settings_of
 from decoupled_diloco.settings import RunSettings
 from diloco_fleet.process import Restart
 from learner_client.train.settings import TrainSettings
@@ -135,8 +136,8 @@ class Resolved:
     fleet: Loaded[FleetSettings]
 
     def describe(self) -> list[str]:
-        """Returns one line per setting that is not the default."""
-        return [*self.run.describe(), *self.trainer.describe(), *self.fleet.describe()]
+        """Returns one line per setting that was given now or is not the default."""
+        return [line for part in (self.run, self.trainer, self.fleet) for line in _chosen(part)]
 
     def to_toml(self) -> str:
         """Returns a TOML file from which the same settings load again."""
@@ -231,6 +232,20 @@ def _load(
     )
     origins: dict[str, Origin] = {**loaded.origins, **dict.fromkeys(missing, "default")}
     return dataclasses.replace(loaded, origins=MappingProxyType(origins))
+
+
+def _chosen(part: Loaded[Any]) -> list[str]:
+    """The lines of ``describe`` without what a file merely repeats of the defaults.
+
+    The file of a resumed run holds every setting.
+    """
+    defaults = {setting.name: setting.default for setting in settings_of(type(part.value))}
+    repeated = {
+        f"{part.section}.{name}"
+        for name, origin in part.origins.items()
+        if origin == "file" and getattr(part.value, name) == defaults[name]
+    }
+    return [line for line in part.describe() if line.partition(" = ")[0] not in repeated]
 
 
 def _without(values: Mapping[str, object], name: str) -> dict[str, object]:

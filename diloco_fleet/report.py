@@ -126,6 +126,7 @@ def compute_report(
     num_bytes_up, num_bytes_down = count_bytes(metrics.rounds, [mark.time for mark in starts])
     tokens = sum(step.num_tokens for records in metrics.steps.values() for step in records)
     evaluations = metrics.evaluations
+    seed = next((entry for entry in evaluations if entry.global_step == 0), None)
     last = max(evaluations, key=lambda entry: entry.global_step, default=None)
     restarts = count_restarts(metrics)
     num_contributions = sum(len(entry.contributors) for entry in rounds)
@@ -134,7 +135,7 @@ def compute_report(
     return Report(
         run_id=run_id,
         outcome=outcome,
-        evaluation_loss_before=evaluations[0].loss if evaluations else None,
+        evaluation_loss_before=seed.loss if seed else None,
         evaluation_loss_after=last.loss if last else None,
         evaluation_global_step=last.global_step if last else None,
         tokens=tokens,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import random
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
@@ -45,6 +44,7 @@ from learner_client import Learner, Runtime
 from learner_client.train.model import ModelConfig, Transformer, build_model, token_loss
 
 _DRAIN_S: Final = 10.0
+_COME_BACK_S: Final = 60
 
 SMALL_MODEL: Final = ModelConfig(
     vocab_size=32,
@@ -135,7 +135,7 @@ class ScriptedLearner:
         batch = token_batch(self._spec, self.learner.shard, self.learner.local_step)
         loss = token_loss(self.model, batch[:, :-1], batch[:, 1:])
         self._optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self.losses.append(loss.item())
         self.learner.step(num_tokens=batch[:, 1:].numel(), loss=self.losses[-1])
@@ -207,9 +207,14 @@ class ScriptedFleet:
     async def finish(self) -> FleetResult:
         """Drains the synchronizer, applies what it published, and says what there is.
 
-        Every learner takes one more inner step, at whose boundary the last updates land.
+        Learners that were cut off get time to come back. Every learner takes one more inner step,
+        at whose boundary the last updates land.
         """
         life = self._running()
+        for _ in range(_COME_BACK_S):
+            if all(x.learner.status.online for x in self.learners.values()):
+                break
+            await virtual_loop().advance(1.0)
         await life.drain(_DRAIN_S)
         await virtual_loop().settle()
         for scripted in self.learners.values():
@@ -243,11 +248,12 @@ class ScriptedFleet:
         life = self._running()
         if drain:
             await life.drain(_DRAIN_S)
+            await life.close()
         else:
             life.sever()
         self._address.life = None
-        await life.close()
         await asyncio.gather(*(line.drop() for line in self._lines))
+        await life.close()
 
     def _running(self) -> SynchronizerLife:
         if self._address.life is None:
@@ -273,16 +279,14 @@ class ScriptedFleet:
 
     async def _end(self, index: int, *, silently: bool) -> None:
         scripted = self._at(index)
-        self._past.append(self._read(index))
+        self._past.append(self._read(index, ended=True))
         del self.learners[index]
         await (scripted.kill() if silently else scripted.leave())
         self._lines.remove(scripted.line)
 
-    def _read(self, index: int) -> LearnerResult:
-        scripted = self.learners[index]
-        return LearnerResult.read(
-            scripted.learner_id, scripted.learner, scripted.model, scripted.losses
-        )
+    def _read(self, index: int, *, ended: bool = False) -> LearnerResult:
+        x = self.learners[index]
+        return LearnerResult.read(x.learner, x.model, x.losses, name=x.learner_id, ended=ended)
 
 
 @contextlib.asynccontextmanager
@@ -319,12 +323,6 @@ def run_fleet(spec: FleetSpec, schedule: Iterable[Action]) -> FleetResult:
             return await fleet.finish()
 
     return run_in_virtual_time(main())
-
-
-def spec_with(spec: FleetSpec, **settings: object) -> FleetSpec:
-    """The same fleet with some settings of the run changed."""
-    changed = dataclasses.replace(spec.settings, **settings)  # type: ignore[arg-type]
-    return dataclasses.replace(spec, settings=changed)
 
 
 def _impossible(why: str) -> UsageError:

@@ -206,7 +206,6 @@ def _rough(
                 yield Kill(learner=gone) if rng.random() < 0.8 else Leave(learner=gone)
     if not is_up:
         yield StartSynchronizer()
-        yield Advance(seconds=60.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +215,7 @@ class LearnerResult:
     Attributes:
         learner_id: its id.
         incarnation: ``term.number``.
+        is_present: True where the schedule ended with it there.
         local_step: inner steps over all lives of this id.
         model_sha256: over its parameters, in order.
         published_sha256: per fragment, over the published copy that it applied last.
@@ -225,6 +225,7 @@ class LearnerResult:
 
     learner_id: str
     incarnation: str
+    is_present: bool
     local_step: int
     model_sha256: str
     published_sha256: tuple[str, ...]
@@ -233,13 +234,14 @@ class LearnerResult:
 
     @classmethod
     def read(
-        cls, learner_id: str, learner: Learner, model: nn.Module, losses: Sequence[float]
+        cls, learner: Learner, model: nn.Module, losses: Sequence[float], *, name: str, ended: bool
     ) -> LearnerResult:
         """Reads it off a learner between two steps."""
         published = saved_state_from(learner.state_dict()).published
         return cls(
-            learner_id=learner_id,
+            learner_id=name,
             incarnation=str(learner.incarnation),
+            is_present=not ended,
             local_step=learner.local_step,
             model_sha256=_sha256(parameter.detach() for parameter in model.parameters()),
             published_sha256=tuple(

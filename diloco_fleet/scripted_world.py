@@ -49,6 +49,7 @@ class _RestlessSelector(selectors.DefaultSelector):
         if events or timeout == 0:
             self.num_turns += 1
             if self.num_turns > _MAX_TURNS:
+                self.num_turns = 0
                 raise RuntimeError(
                     f"{_MAX_TURNS} turns without a moment of rest: something runs in circles"
                 )

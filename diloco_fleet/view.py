@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +16,7 @@ from decoupled_diloco.v1 import admin_pb2
 from diloco_fleet.metrics import Evaluation
 
 _STATE_STYLES: Final = {"live": "green", "disconnected": "yellow", "gone": "red", "left": "dim"}
+_ETA_WINDOW_S: Final = 60.0
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -44,16 +46,19 @@ class Scene:
 
 
 class Eta:
-    """Estimates when the last global step will be there, from the pace seen so far."""
+    """Estimates when the last global step will be there, from the pace of the last minute."""
 
     def __init__(self) -> None:
-        self._first: tuple[float, int] | None = None
+        self._seen: deque[tuple[float, int]] = deque()
 
     def estimate(self, now: float, global_step: int, total: int) -> float | None:
         """Returns the seconds that remain; None without end or before there is a pace."""
-        if self._first is None or global_step < self._first[1]:
-            self._first = (now, global_step)
-        since_s, num_steps = now - self._first[0], global_step - self._first[1]
+        if self._seen and global_step < self._seen[-1][1]:
+            self._seen.clear()
+        self._seen.append((now, global_step))
+        while now - self._seen[0][0] > _ETA_WINDOW_S and len(self._seen) > 2:
+            self._seen.popleft()
+        since_s, num_steps = now - self._seen[0][0], global_step - self._seen[0][1]
         if not total or num_steps <= 0 or since_s <= 0.0:
             return None
         return max(total - global_step, 0) * since_s / num_steps
@@ -100,7 +105,7 @@ def _progress(status: admin_pb2.GetStatusResponse, eta_s: float | None) -> Rende
 def _learners(
     status: admin_pb2.GetStatusResponse, processes: Mapping[str, tuple[str, int]]
 ) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("learner", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for name in ("step", "loss", "tok/s", "behind", "up", "down", "merged", "again"):
@@ -131,8 +136,7 @@ def _learners(
 
 def _merged(learner: admin_pb2.LearnerStatus) -> str:
     rest = learner.dropped + learner.refused
-    text = str(learner.accepted)
-    return f"{text} (-{rest} {learner.last_reason})" if rest else text
+    return f"{learner.accepted} (-{rest})" if rest else str(learner.accepted)
 
 
 def _round_lines(status: admin_pb2.GetStatusResponse) -> list[str]:
@@ -148,6 +152,9 @@ def _round_lines(status: admin_pb2.GetStatusResponse) -> list[str]:
             f"round {entry.global_step} of fragment {entry.fragment}: {entry.state}, "
             f"{len(entry.accepted)} of {asked} in{grace}"
         )
+    reasons = [f"{x.learner_id} {x.last_reason}" for x in status.learners if x.last_reason]
+    if reasons:
+        lines.append(f"last pushes not merged: {', '.join(reasons)}")
     lines += [_wait_text(wait) for wait in status.waits]
     return lines
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from learner_client.core.connection import Change, State
 from learner_client.errors import DilocoError, Reason, UsageError
-from learner_client.learner import Learner, LearnerStatus
+from learner_client.learner import Learner
 from learner_client.overhead import Overhead
 from learner_client.parameters import ModuleParameters, Parameters
 from learner_client.run_info import fetch_settings, wait_for_settings
 from learner_client.runtime import Runtime
+from learner_client.status import LearnerStatus
 
 __all__ = [
     "Change",

@@ -256,6 +256,16 @@ class Exchange:
         if not self.synced.done():
             self.synced.set_exception(error)
 
+    def ended(self) -> None:
+        """The background work is over; nobody waits for parameters that cannot come any more."""
+        if not self.synced.done():
+            self.synced.set_exception(
+                DilocoError(
+                    Reason.UNAVAILABLE,
+                    f"the connection ended before the parameters came: {self._connection.detail}",
+                )
+            )
+
     def offer(self, update: Update) -> None:
         """Queues an update for the next boundary, unless the fragment has it already."""
         with self._lock:

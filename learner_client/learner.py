@@ -8,7 +8,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self
 
@@ -26,6 +25,7 @@ from learner_client.link import Identity
 from learner_client.overhead import Overhead, OverheadMeter
 from learner_client.parameters import ModuleParameters, Parameters
 from learner_client.runtime import Runtime
+from learner_client.status import LearnerStatus
 from learner_client.transport.base import Transport
 from learner_client.transport.grpc import GrpcTransport
 from learner_client.worker import Worker
@@ -33,39 +33,6 @@ from learner_client.worker import Worker
 _LOG = logging.getLogger(__name__)
 
 _CLOSE_S: Final = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerStatus:
-    """A learner as it sees itself.
-
-    Attributes:
-        state: what it is doing.
-        online: whether the synchronizer answers.
-        reason: why it waits or is offline; empty where neither is so.
-        detail: the same for people.
-        global_step: global step of the newest update applied.
-        local_step: inner steps over all lives of this learner id.
-        num_updates: updates received and verified.
-        num_digest_mismatches: updates that were refused because their checksum differed.
-        pushes: answers to pushes: ``ACCEPTED``, or the reason code.
-        declined: pulls declined, by reason code.
-        bytes_up: payload bytes of pushes.
-        bytes_down: payload bytes of updates.
-    """
-
-    state: State
-    online: bool
-    reason: str
-    detail: str
-    global_step: int
-    local_step: int
-    num_updates: int
-    num_digest_mismatches: int
-    pushes: Mapping[str, int] = field(default_factory=dict)
-    declined: Mapping[str, int] = field(default_factory=dict)
-    bytes_up: int
-    bytes_down: int
 
 
 class Learner:
@@ -207,11 +174,13 @@ class Learner:
     @property
     def global_step(self) -> int:
         """Global step of the newest update applied; learning-rate schedules follow it."""
+        self._granted()
         return self._exchange.core.global_step
 
     @property
     def local_step(self) -> int:
         """Inner steps over all lives of this learner id: where its data goes on."""
+        self._granted()
         return self._exchange.core.local_step
 
     @property
@@ -261,6 +230,7 @@ class Learner:
 
         Between two steps only. A flat dict of tensors on the CPU, fit for safetensors.
         """
+        self._granted()
         core, bases = self._exchange.core, self._exchange.bases
         versions = core.versions
         saved = SavedState(

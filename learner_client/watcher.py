@@ -80,8 +80,9 @@ class Watcher:
     def _recover_from(self, error: DilocoError) -> None:
         """Makes the next attempt better, or raises."""
         who = self._link.identity.learner_id
-        if error.reason in FRAGMENT_BROKEN:
-            self._held.pop(int(error.details["fragment"]), None)
+        fragment = error.details.get("fragment", "")
+        if error.reason in FRAGMENT_BROKEN and fragment.isdecimal():
+            self._held.pop(int(fragment), None)
             if error.reason is Reason.DIGEST_MISMATCH:
                 self._link.exchange.tally.num_digest_mismatches += 1
                 _LOG.error("%s: %s", who, error)

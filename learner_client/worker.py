@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
@@ -38,6 +39,7 @@ _LOG = logging.getLogger("learner_client")
 
 _LEAVE_S: Final = 3.0
 _MAX_DECLINES: Final = 64
+_NUM_THREADS: Final = 2
 _ENDED: Final = frozenset({State.FENCED, State.REFUSED, State.FINISHED})
 
 
@@ -77,6 +79,7 @@ class Worker:
         self._stop_reason = ""
         self._declines: deque[synchronizer_pb2.PullDeclined] = deque(maxlen=_MAX_DECLINES)
         self._seeded: Incarnation | None = None
+        self._turn: object | None = None
         self._session_failure: asyncio.Future[None] | None = None
 
     # -- from the training thread ----------------------------------------------------------
@@ -84,7 +87,7 @@ class Worker:
     def start_thread(self) -> None:
         """Starts the background thread."""
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self.run()), name="diloco-learner", daemon=True
+            target=lambda: asyncio.run(self._run_in_thread()), name="diloco-learner", daemon=True
         )
         self._thread.start()
 
@@ -116,6 +119,12 @@ class Worker:
 
     # -- in the event loop -----------------------------------------------------------------
 
+    async def _run_in_thread(self) -> None:
+        """As ``run``; tensor work gets few threads, since the cores belong to the training."""
+        pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="diloco-learner")
+        asyncio.get_running_loop().set_default_executor(pool)
+        await self.run()
+
     async def run(self) -> None:
         """Does the background work until it is stopped or nothing is left to do."""
         self._loop = asyncio.get_running_loop()
@@ -138,6 +147,7 @@ class Worker:
             await _cancel(work, stop)
             await self._leave(link)
             await link.transport.aclose()
+            self._exchange.ended()
 
     async def _serve(self, link: Link) -> None:
         """Connects again and again; ends where the learner is fenced, refused or finished.
@@ -218,16 +228,21 @@ class Worker:
 
     async def _report(self, link: Link, grant: Grant, pusher: Pusher) -> None:
         """The report stream, both ways."""
-        requests = self._report_requests(link, grant.incarnation, grant)
+        self._turn = turn = object()
+        requests = self._report_requests(link, grant, turn)
         try:
             async with contextlib.aclosing(link.transport.report(requests)) as responses:
-                async for response in responses:
-                    self._backoff.succeeded()
-                    self._exchange.connected()
-                    self._heard(response, grant, pusher)
+                try:
+                    async for response in responses:
+                        self._backoff.succeeded()
+                        self._exchange.connected()
+                        self._heard(response, grant, pusher)
+                finally:
+                    # A transport may ask for one more request after the call has ended.
+                    self._turn = None
         finally:
-            # What the transport took and could not send is given back. Where it still waits for
-            # the next one, it has taken nothing and ends by itself.
+            # What was taken and could not be sent is given back; where the transport still waits
+            # for a request, nothing was.
             with contextlib.suppress(RuntimeError):
                 await requests.aclose()
         raise DilocoError(Reason.UNAVAILABLE, "the synchronizer ended the report stream")
@@ -267,16 +282,16 @@ class Worker:
             self._wake.set()
 
     async def _report_requests(
-        self, link: Link, incarnation: Incarnation, grant: Grant
+        self, link: Link, grant: Grant, turn: object
     ) -> AsyncGenerator[synchronizer_pb2.ReportRequest, None]:
         yield synchronizer_pb2.ReportRequest(
             hello=synchronizer_pb2.ReportHello(
                 learner_id=self._identity.learner_id,
-                incarnation=incarnation_to_proto(incarnation),
+                incarnation=incarnation_to_proto(grant.incarnation),
                 clock=link.clock(),
             )
         )
-        while True:
+        while self._turn is turn:
             self._wake.clear()
             while self._declines:
                 declined = self._declines.popleft()
@@ -296,6 +311,8 @@ class Worker:
                 async with self._runtime.limit(grant.settings.heartbeat_interval_s):
                     await self._wake.wait()
             except TimeoutError:
+                if self._turn is not turn:
+                    return
                 heartbeat = synchronizer_pb2.Heartbeat(clock=link.clock())
                 yield synchronizer_pb2.ReportRequest(heartbeat=heartbeat)
 

@@ -39,7 +39,9 @@ def check_id(text: str, what: str) -> str:
         DilocoError: MALFORMED.
     """
     if not text or len(text) > MAX_ID_CHARS or not text.isprintable() or " " in text:
-        raise malformed(f"{what} is {text[:40]!r}: give 1 to {MAX_ID_CHARS} printable characters")
+        raise malformed(
+            f"{what} is {text[:40]!r}: give 1 to {MAX_ID_CHARS} printable characters, no spaces"
+        )
     return text
 
 

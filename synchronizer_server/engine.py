@@ -142,7 +142,9 @@ class Engine:
             self._timer.clear()
             delay = None if wake_at is None else max(wake_at - self.parts.clock(), 0.0)
             try:
-                await asyncio.wait_for(self._timer.wait(), delay)
+                # Not wait_for, which in Python 3.11 may swallow a cancellation.
+                async with asyncio.timeout(delay):
+                    await self._timer.wait()
             except TimeoutError:
                 self.handle(ev.Tick())
 

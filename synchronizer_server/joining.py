@@ -17,6 +17,7 @@ from synchronizer_server.commits import layout_description
 from synchronizer_server.convert import check_id, incarnation_to, malformed, tensors_from
 from synchronizer_server.core import events as ev
 from synchronizer_server.engine import Engine
+from synchronizer_server.service.identity import require_current
 from synchronizer_server.store.base import RoundStore, RunDescription
 from synchronizer_server.tensors import TensorBook
 
@@ -44,7 +45,8 @@ class JoinDesk:
     async def join(self, request: pb.JoinRequest) -> pb.JoinResponse:
         """Lets a learner in; a repeated request gets the same incarnation again.
 
-        While nobody seeds the run it gets a new one, and with it the seeding.
+        While nobody seeds the run it gets a new one, and with it the seeding. A process that was
+        fenced cannot take its id back.
 
         Raises:
             DilocoError: why it may not join.
@@ -56,20 +58,27 @@ class JoinDesk:
         self._check_run(request)
         async with self._lock:
             await self._check_layout(request)
-            again = self._granted.get((learner_id, request.request_id))
-            if again is None or not self._still_holds(learner_id, again):
-                again = await self._grant(learner_id)
-                self._granted[learner_id, request.request_id] = again
-                while len(self._granted) > _MAX_REMEMBERED:
-                    self._granted.popitem(last=False)
+            known = self._granted.get((learner_id, request.request_id))
+            if known is None or self._is_to_seed(learner_id, known):
+                known = await self._grant(learner_id)
+                self._remember((learner_id, request.request_id), known)
                 self.labels[learner_id] = {k[:64]: v[:256] for k, v in request.labels.items()}
-            return self._response(learner_id, again)
+            return self._response(learner_id, known)
 
-    def _still_holds(self, learner_id: str, incarnation: Incarnation) -> bool:
+    def _is_to_seed(self, learner_id: str, incarnation: Incarnation) -> bool:
+        """Whether a process that is in is to get another incarnation, and the seeding with it.
+
+        Raises:
+            DilocoError: FENCED where another process has taken the id.
+        """
+        require_current(self._engine, learner_id, incarnation)
         state = self._engine.core.state
-        needs_seeder = not state.seeded and not state.seed_persisting and state.seeder is None
-        current = state.roster.current(learner_id, incarnation)
-        return current is not None and not needs_seeder
+        return not state.seeded and not state.seed_persisting and state.seeder is None
+
+    def _remember(self, request: tuple[str, str], incarnation: Incarnation) -> None:
+        self._granted[request] = incarnation
+        while len(self._granted) > _MAX_REMEMBERED:
+            self._granted.popitem(last=False)
 
     def _check_run(self, request: pb.JoinRequest) -> None:
         if request.protocol_version != PROTOCOL_VERSION:

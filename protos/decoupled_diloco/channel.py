@@ -183,6 +183,8 @@ def server_options() -> Options:
     return [
         *_common_options(),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _milliseconds(MIN_PING_INTERVAL_S)),
+        # No strikes: a learner that trains through an outage pings a server that has no calls.
+        ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
     ]
 

@@ -93,10 +93,7 @@ class PushDesk:
             return
         if pending.header is None:
             return  # an earlier push of this round, answered before the learner was asked again
-        verdict = self._check(pending.header)
-        if verdict is not None:
-            self.drop(round_, key.learner_id, verdict)
-            return
+        # Checked with its header; a fragment changes by its own round alone, so it still holds.
         self._accept(round_, pending.header, now)
 
     def failed(self, event: PushFailed) -> None:
@@ -142,8 +139,6 @@ class PushDesk:
     def drop(self, round_: Round, learner_id: str, verdict: Verdict) -> None:
         """Takes a learner out of a round and answers its push, if it has one or sends one yet."""
         pending = round_.drop(learner_id, verdict.reason)
-        if pending is None:
-            return
         key = PushKey(learner_id, pending.incarnation, round_.global_step, round_.fragment)
         self.settle(key, verdict)
 
@@ -155,7 +150,7 @@ class PushDesk:
             learner.last_reason = str(verdict.reason)
             if verdict.outcome is Outcome.REFUSED:
                 learner.num_refused += 1
-            elif verdict.outcome is Outcome.DROPPED:
+            else:
                 learner.num_dropped += 1
         if first and verdict.reason not in {Reason.UNKNOWN_LEARNER, Reason.STALE_TERM}:
             self._remember(key, verdict)

@@ -154,12 +154,10 @@ class Round:
         assert self.quorum_at is not None, "no grace before the quorum"
         return self.quorum_at + self.grace_s
 
-    def drop(self, learner_id: str, reason: Reason) -> Pending | None:
-        """Takes a learner out of this round: weight 0."""
-        pending = self.pending.pop(learner_id, None)
-        if pending is not None:
-            self.dropped[learner_id] = reason
-        return pending
+    def drop(self, learner_id: str, reason: Reason) -> Pending:
+        """Takes a learner that was asked out of this round: weight 0."""
+        self.dropped[learner_id] = reason
+        return self.pending.pop(learner_id)
 
     def summary(self, step_s: float) -> RoundSummary:
         """What happened, for the record and the metrics."""

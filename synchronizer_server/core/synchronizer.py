@@ -161,7 +161,7 @@ class SynchronizerCore:
                     self._changed(learner, "report stream open")
             case ev.StreamClosed():
                 self._out(event, LearnerState.DISCONNECTED, "report stream closed")
-            case ev.LearnerLeft():
+            case _:
                 self._out(event, LearnerState.LEFT, event.reason)
 
     def _joined(self, event: ev.LearnerJoined, now: float) -> None:

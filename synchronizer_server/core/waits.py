@@ -20,8 +20,8 @@ _REASONS: Final = {
     RoundState.MERGED: "persist",
     RoundState.PERSISTING: "persist",
 }
-_NO_NEWS: Final = frozenset({"pace"})
-"""Reasons that no log line is worth: the settings want it so."""
+_NO_NEWS: Final = frozenset({"pace", "in_flight"})
+"""Reasons that no log line is worth: the settings want it so, or an earlier round says more."""
 
 
 @dataclass(frozen=True, slots=True)

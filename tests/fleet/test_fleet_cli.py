@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -256,8 +257,10 @@ def test_the_layout_counts_tied_tensors_once(address: str) -> None:
 
 def test_the_poller_says_that_the_synchronizer_is_away() -> None:
     with StatusPoller("127.0.0.1:1") as poller:
-        while not poller.snapshot().away_s:
-            pass
+        give_up = time.monotonic() + 60
+        while not poller.snapshot().away_s and time.monotonic() < give_up:
+            time.sleep(0.01)
+        assert poller.snapshot().away_s > 0.0
         assert poller.snapshot().status is None
 
 

@@ -135,6 +135,7 @@ def test_what_is_written_loads_again(tmp_path: Path) -> None:
     assert again.trainer.value == written.trainer.value
     assert again.fleet.value.slow_learner == ("1:0.5",)
     assert "pw" not in files.config.read_text()
+    assert len(again.describe()) < 8, "a resumed run does not list the defaults"
     assert TrainSettings.from_json(files.trainer.read_text()) == written.trainer.value
     assert write_run(existing_run(files.root), again).trainer.value == written.trainer.value
 

@@ -163,6 +163,16 @@ def test_the_pause_between_two_sessions_is_nobodys() -> None:
     assert twice.goodput == pytest.approx(1.0)
 
 
+def test_without_an_evaluation_of_the_seed_there_is_no_loss_before() -> None:
+    files = undisturbed()
+    files["evaluator"] = text(mark("start", 1.0), *(
+        {"kind": "evaluation", "time": 1.0, "global_step": t, "loss": 4.0} for t in (3, 2)
+    ))  # fmt: skip
+    report = report_of(files)
+    assert report.evaluation_loss_before is None
+    assert (report.evaluation_loss_after, report.evaluation_global_step) == (4.0, 3)
+
+
 def test_a_run_without_rounds_has_a_report_too() -> None:
     report = report_of({"learner-0": text(*steps(1.0, 3))})
     assert report.goodput is None

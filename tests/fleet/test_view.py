@@ -78,7 +78,8 @@ def drawn(what: Scene) -> str:
         "5,000",
         "1.5 MB",
         "999 B",
-        "40 (-2 TOO_LATE)",
+        "40 (-2)",
+        "last pushes not merged: learner-0 TOO_LATE",
         "2x",
         "quorum 2",
         "grace 0.125 s",
@@ -152,6 +153,8 @@ def test_eta_from_the_pace_seen_so_far() -> None:
     assert eta.estimate(20.0, 150, 300) == pytest.approx(30.0)
     assert eta.estimate(20.0, 150, 0) is None
     assert eta.estimate(30.0, 40, 300) is None, "a synchronizer that went back starts it anew"
+    assert eta.estimate(80.0, 90, 300) == pytest.approx(210.0)
+    assert eta.estimate(100.0, 290, 300) == pytest.approx(1.0), "an old pace is forgotten"
 
 
 def test_lines_where_the_console_is_no_terminal() -> None:

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from decoupled_diloco.errors import DilocoError, Reason
 from diloco_fleet.plain import to_plain
 from diloco_fleet.run_files import FleetFile, RunFiles, read_fleet
 from diloco_fleet.status import StatusClient
@@ -21,21 +23,26 @@ T = TypeVar("T")
 PATIENCE_S = 150.0
 """How long a condition may take to come true; no test asserts that it took less."""
 
-SMALL = """\
+_SETTINGS = """\
 [run]
-num_fragments = 8
-sync_interval = 8
+num_fragments = {interval}
+sync_interval = {interval}
 heartbeat_interval_s = 0.3
 heartbeat_timeout_s = 3.0
 [trainer]
 sequence_length = 32
 batch_size = 2
+{trainer}
 [fleet]
 device = "cpu"
 """
-"""Settings of a fleet of which several fit on two busy cores: H = P = 8, 64 tokens per step."""
 
 Lines = list[dict[str, Any]]
+
+
+def small(interval: int = 8, trainer: str = "") -> str:
+    """Settings of a fleet of which two fit on two busy cores: few tokens per step, H = P."""
+    return _SETTINGS.format(interval=interval, trainer=trainer)
 
 
 def run_command(*arguments: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
@@ -67,9 +74,7 @@ def assert_refused(
         assert word in errors[0]
 
 
-def wait_for(
-    condition: Callable[[], T], what: str, *, alive: Callable[[], str] = lambda: ""
-) -> T:
+def wait_for(condition: Callable[[], T], what: str, *, alive: Callable[[], str] = lambda: "") -> T:
     """Polls until the condition is truthy and returns it.
 
     Args:
@@ -109,14 +114,14 @@ class Fleet:
     Args:
         folder: takes the settings and the run directory.
         *arguments: of ``diloco run``.
-        settings: content of the settings file.
+        settings: content of the settings file; `small` without it.
     """
 
-    def __init__(self, folder: Path, *arguments: str, settings: str = SMALL) -> None:
+    def __init__(self, folder: Path, *arguments: str, settings: str | None = None) -> None:
         self.files = RunFiles((folder / "run").resolve())
         self.output = folder / "output.txt"
         self._config = folder / "fleet.toml"
-        self._config.write_text(settings)
+        self._config.write_text(small() if settings is None else settings)
         self._popen: subprocess.Popen[bytes] | None = None
         self.start("--config", str(self._config), *arguments)
 
@@ -129,6 +134,20 @@ class Fleet:
             self._popen = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
+
+    @contextmanager
+    def start_other(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+        """Runs one more process beside the fleet, as somebody would by hand, and kills it."""
+        with self.output.with_name("other.txt").open("ab") as output:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        try:
+            yield popen
+        finally:
+            popen.kill()
+            popen.wait(timeout=PATIENCE_S)
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -187,8 +206,9 @@ class Fleet:
         client = StatusClient(self.state().address)
         try:
             plain = to_plain(client.status())
-        except Exception as error:
-            assert getattr(error, "reason", "") == "UNAVAILABLE"
+        except DilocoError as error:
+            if error.reason is not Reason.UNAVAILABLE:
+                raise
             return {}
         finally:
             client.close()

@@ -16,9 +16,11 @@ pytestmark = pytest.mark.integration
 
 GLOBAL_STEPS = 96
 SYNC_INTERVAL = 8
-KEYS = """evaluation_loss_before evaluation_loss_after tokens rounds rounds_lost goodput uptime
-    participation measured_h contributors_histogram bytes_per_parameter_per_sync restarts
-    step_overhead""".split()
+KEYS = (
+    *("evaluation_loss_before", "evaluation_loss_after", "tokens", "rounds", "rounds_lost"),
+    *("goodput", "uptime", "participation", "measured_h", "contributors_histogram"),
+    *("bytes_per_parameter_per_sync", "restarts", "step_overhead"),
+)
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,7 @@ class ScriptedSynchronizer(
     layout: Layout | None = None
     is_away: bool = False
     refuse_join: DilocoError | None = None
+    refuse_watch: DilocoError | None = None
     cut_push_at: int | None = None
     answer_pushes_with: Reason | None = None
     published: dict[int, tuple[Version, torch.Tensor]] = field(default_factory=dict)
@@ -235,6 +236,9 @@ class ScriptedSynchronizer(
 
     async def Watch(self, request, context):
         await self._check_away(context, request.incarnation)
+        if self.refuse_watch is not None:
+            error, self.refuse_watch = self.refuse_watch, None
+            await abort(context, error)
         self.watches.append(request)
         queue: asyncio.Queue = asyncio.Queue()
         with self._running(context, "watch"):

@@ -15,6 +15,7 @@ from scripted_synchronizer import ScriptedSynchronizer, until
 from torch import nn
 
 from decoupled_diloco.channel import add_port, server_options
+from decoupled_diloco.codecs import CHUNK_BYTES
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.v1 import admin_pb2_grpc, synchronizer_pb2_grpc
@@ -111,8 +112,11 @@ def test_a_learner_trains_over_two_connections_of_its_own():
             learner.step(num_tokens=4, loss=3.0)
             learner._parameters.read_fragment(layout.fragments[1], out)
             running.wait(lambda: service.steps)
+            service.push_offsets.clear()
+            service.cut_push_at = 1
             running.do(lambda: service.pull(NAME, 1, 1))
             running.wait(lambda: service.pushes)
+            assert service.push_offsets == [0, 0, CHUNK_BYTES], "resumed where it was staged"
             assert torch.equal(service.pushes[0].vector, base - out)
             running.do(lambda: service.publish(1, 1, torch.randn(out.numel())))
             running.wait(lambda: learner.status.num_updates == 4)

@@ -173,9 +173,7 @@ class Script:
         return self.feed(ev.PushStaged(key=self.headers[name].key))
 
     def progress(self, name: str, staged_bytes: int = 1) -> list[ef.Effect]:
-        return self.feed(
-            ev.PushProgressed(key=self.headers[name].key, staged_bytes=staged_bytes)
-        )
+        return self.feed(ev.PushProgressed(key=self.headers[name].key, staged_bytes=staged_bytes))
 
     def fail(self, name: str, reason: Reason, *, refused: bool) -> list[ef.Effect]:
         return self.feed(
@@ -218,9 +216,7 @@ class Script:
         result: list[ef.Effect] = []
         for fragment in fragments or range(self.P):
             result += self.feed(
-                ev.SeedStaged(
-                    learner_id=name, incarnation=self.lives[name], fragment=fragment
-                )
+                ev.SeedStaged(learner_id=name, incarnation=self.lives[name], fragment=fragment)
             )
         return result
 
@@ -252,6 +248,16 @@ class Script:
         assert [r.state.value for r in state.rounds] == ["collecting"]
         return self
 
+    def run_to_end(self, *names: str) -> Script:
+        """Trains until the run is complete."""
+        self.up(*names)
+        self.seed(names[0])
+        self.auto = set(ACTIONS)
+        while not self.core.state.complete:
+            self.report(*names)
+            self.advance(0.1)
+        return self
+
     @property
     def t(self) -> int:
         """The newest round."""
@@ -261,7 +267,9 @@ class Script:
         return [w.reason for w, _ in self.core.waits(self.now)]
 
     def details(self) -> str:
-        return " | ".join(f"{w.subject}: {w.reason}: {w.detail}" for w, _ in self.core.waits(self.now))
+        return " | ".join(
+            f"{w.subject}: {w.reason}: {w.detail}" for w, _ in self.core.waits(self.now)
+        )
 
 
 def only(effects: Iterable[ef.Effect], kind: type[E]) -> list[E]:
@@ -291,7 +299,9 @@ def words(effect: ef.Effect) -> str:
         case ef.GrantSeed():
             return f"grant seed to {effect.learner_id} {effect.incarnation}"
         case ef.SendPull():
-            return f"ask {effect.learner_id} for round {effect.global_step} fragment {effect.fragment}"
+            return (
+                f"ask {effect.learner_id} for round {effect.global_step} fragment {effect.fragment}"
+            )
         case ef.SendSchedule():
             due = ",".join(map(str, effect.due_fragments))
             return f"schedule: t is {effect.global_step}, due {due}"

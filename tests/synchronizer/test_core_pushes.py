@@ -281,6 +281,19 @@ def test_a_new_incarnation_is_not_asked_for_a_round_that_has_it_already():
     assert {e.learner_id for e in only(s.report("b"), ef.SendPull)} == {"b"}
 
 
+def test_what_comes_of_a_push_that_nobody_waits_for_changes_nothing(asked):
+    asked.headers["c"] = asked.header("c", t=7)
+    assert asked.progress("c") == []
+    assert answers(asked.fail("c", Reason.TRUNCATED, refused=False)) == ["c dropped TRUNCATED"]
+    assert answers(asked.push("c", t=7)) == ["c dropped TRUNCATED"]
+
+
+def test_the_memory_of_answers_is_bounded(asked):
+    for t in range(100, 6000):
+        assert answers(asked.push("a", t=t, base=FOREIGN)) == ["a refused NOT_ASKED"]
+    assert answers(asked.push("a", t=7)) == ["a accepted"]
+
+
 # -- lineage -----------------------------------------------------------------------------------
 
 

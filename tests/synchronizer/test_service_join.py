@@ -1,0 +1,176 @@
+"""Join over gRPC: who is let in, under which life, and what a refusal says."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.layout import TensorSpec
+from decoupled_diloco.v1 import synchronizer_pb2 as pb
+from decoupled_diloco.v1 import types_pb2
+from decoupled_diloco.versions import Incarnation
+from synchronizer_server.convert import tensors_to
+from synchronizer_server.membership.memory import MemoryMembership
+from tests.synchronizer.fake_learner import (
+    REFUSED,
+    TENSORS,
+    FakeLearner,
+    make_settings,
+    refusal,
+    serving,
+)
+
+pytestmark = pytest.mark.asyncio
+
+
+class AwayMembership(MemoryMembership):
+    """A membership that does not answer once the run has started."""
+
+    async def grant_incarnation(
+        self, learner_id: str, *, term: int, at_least: int = 0
+    ) -> Incarnation:
+        raise DilocoError(Reason.MEMBERSHIP_UNAVAILABLE, "redis does not answer")
+
+    async def mark_seeded(self, term: int) -> bool:
+        raise DilocoError(Reason.MEMBERSHIP_UNAVAILABLE, "redis does not answer")
+
+    async def remove(self, learner_id: str, incarnation: Incarnation) -> bool:
+        raise DilocoError(Reason.MEMBERSHIP_UNAVAILABLE, "redis does not answer")
+
+
+BAD_REQUESTS = {
+    "protocol": ({"protocol_version": 99}, Reason.PROTOCOL_MISMATCH, "99"),
+    "run": ({"run_id": "elsewhere"}, Reason.RUN_MISMATCH, "elsewhere"),
+    "fingerprint": ({"layout_fingerprint": "0" * 64}, Reason.LAYOUT_MISMATCH, "layout"),
+    "no learner id": ({"learner_id": ""}, Reason.MALFORMED, "learner_id"),
+    "long learner id": ({"learner_id": "x" * 129}, Reason.MALFORMED, "learner_id"),
+    "control characters": ({"learner_id": "a\nb"}, Reason.MALFORMED, "learner_id"),
+    "no request id": ({"request_id": ""}, Reason.MALFORMED, "request_id"),
+    "labels": ({"labels": {str(i): "" for i in range(33)}}, Reason.MALFORMED, "labels"),
+    "no tensors": ({"tensors": []}, Reason.LAYOUT_IMPOSSIBLE, "tensors"),
+    "role": ({"tensors": [types_pb2.TensorSpec(name="w")]}, Reason.MALFORMED, "'w'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+async def test_what_cannot_be_is_refused_by_name_and_changes_nothing(name: str) -> None:
+    changes, reason, word = BAD_REQUESTS[name]
+    async with serving() as fleet:
+        learner = FakeLearner(fleet, "a")
+        error = await refusal(learner.join(**changes))
+        assert error.reason is reason
+        assert word in error.message
+        assert not list(fleet.engine.core.state.roster)
+        answer = await learner.join()
+        assert (answer.incarnation.number, answer.shard, answer.seed) == (1, 0, True)
+
+
+async def test_another_model_is_refused_naming_the_tensor() -> None:
+    async with serving() as fleet:
+        await FakeLearner(fleet, "a").join()
+        wrong = [*TENSORS[:3], TensorSpec(name="c.bias", shape=(4,), dtype="float32")]
+        error = await refusal(FakeLearner(fleet, "b").join(tensors=tensors_to(wrong)))
+        assert error.reason is Reason.LAYOUT_MISMATCH
+        assert "c.bias" in error.message
+        assert "(3,)" in error.message
+        assert "(4,)" in error.message
+
+
+async def test_too_many_labels_do_not_fence_the_process_that_lives() -> None:
+    async with serving() as fleet:
+        learner = await fleet.learner("a")
+        labels = {str(i): "x" for i in range(33)}
+        error = await refusal(FakeLearner(fleet, "a").join(request_id="two", labels=labels))
+        assert error.reason is Reason.MALFORMED
+        known = fleet.engine.core.state.roster.find("a")
+        assert known is not None
+        assert known.incarnation.number == learner.incarnation.number
+        granted = await fleet.membership.grant_incarnation("a", term=1)
+        assert granted.number == 2
+
+
+async def test_long_labels_are_cut_and_shown_in_the_status() -> None:
+    async with serving() as fleet:
+        await FakeLearner(fleet, "a").join(labels={"pid": "7", "host": "h" * 1000})
+        (learner,) = (await fleet.status()).learners
+        assert learner.labels == {"pid": "7", "host": "h" * 256}
+
+
+async def test_an_extra_learner_is_refused_and_the_planned_ones_keep_their_shards() -> None:
+    async with serving(settings=make_settings(num_learners=2)) as fleet:
+        for learner_id in ("a", "b"):
+            await FakeLearner(fleet, learner_id).join()
+        error = await refusal(FakeLearner(fleet, "c").join())
+        assert error.reason is Reason.NO_SHARD_LEFT
+        assert "2 data shards" in error.message
+        again = await FakeLearner(fleet, "b").join(request_id="another-process")
+        assert again.shard == 1
+
+
+async def test_a_repeated_request_gets_the_same_incarnation_and_what_is_true_now() -> None:
+    async with serving() as fleet:
+        learner = await fleet.learner("a")
+        first = learner.joined
+        await learner.seed()
+        await learner.step()
+        await learner.hear("schedule")
+        again = await FakeLearner(fleet, "a").join()
+        assert again.incarnation == first.incarnation
+        assert first.seed
+        assert not again.seed
+        assert len(again.clock.known_global_steps) == fleet.layout.num_fragments
+
+
+async def test_a_second_process_of_the_same_id_fences_the_first() -> None:
+    async with serving() as fleet:
+        first, _ = await fleet.seeded("a", "b")
+        await first.step()
+        second = FakeLearner(fleet, "a")
+        joined = await second.join(request_id="another-process")
+        assert joined.incarnation.number == 2
+        assert joined.shard == first.joined.shard
+        end = await first.end()
+        assert end is not None
+        assert end.reason is Reason.FENCED
+        pull = pb.Pull(global_step=1, fragment=1)
+        answer = await first.push(pull)
+        assert (answer.outcome, answer.reason) == (REFUSED, "FENCED")
+        error = await refusal(first.fleet.stub.Leave(
+            pb.LeaveRequest(learner_id="a", incarnation=first.incarnation)
+        ))  # fmt: skip
+        assert error.reason is Reason.FENCED
+        assert not list(fleet.engine.tickets)
+        error = await refusal(first.join())
+        assert error.reason is Reason.FENCED, "it may not take the id back"
+
+
+async def test_many_join_at_once_to_shards_of_their_own_and_one_seeds() -> None:
+    async with serving(settings=make_settings(num_learners=8)) as fleet:
+        joins = [FakeLearner(fleet, f"learner-{i}").join() for i in range(8)]
+        answers = await asyncio.gather(*joins)
+        assert sorted(a.shard for a in answers) == list(range(8))
+        assert sum(a.seed for a in answers) == 1
+        assert {a.layout_fingerprint for a in answers} == {fleet.layout.fingerprint}
+
+
+async def test_the_membership_failing_alone_keeps_nobody_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(membership=AwayMembership()) as fleet:
+        a, _b = await fleet.seeded("a", "b")
+        assert a.joined.incarnation.number == 1
+        again = await FakeLearner(fleet, "a").join(request_id="another-process")
+        assert again.incarnation.number == 2
+        leave = pb.LeaveRequest(learner_id="a", incarnation=again.incarnation)
+        await fleet.stub.Leave(leave)
+        assert "a joins without the membership" in caplog.text
+        assert "the membership does not know that the run is seeded" in caplog.text
+
+
+async def test_nobody_joins_a_synchronizer_that_drains() -> None:
+    async with serving() as fleet:
+        fleet.engine.core.state.draining = True
+        error = await refusal(FakeLearner(fleet, "a").join())
+        assert error.reason is Reason.DRAINING
