@@ -35,11 +35,11 @@ from torch import Tensor
 
 from decoupled_diloco.codecs import get_codec
 from decoupled_diloco.layout import Fragment, Layout, Role, Strategy, TensorSpec, build_layout
+from synchronizer_server.core.weights import contribution_weight
 from synchronizer_server.merge.accumulate import Accumulator, Granularity, MergeMethod
 from synchronizer_server.merge.fragment_state import FragmentState, advance
 from synchronizer_server.merge.outer import OuterSettings
 from synchronizer_server.merge.validate import check_outer_gradient
-from synchronizer_server.merge.weights import contribution_weight
 
 PROOFS = Path(__file__).parent / "proofs"
 BLOCK_BYTES = 4096

@@ -40,7 +40,7 @@ from diloco_fleet.scripted_world import (
     run_in_virtual_time,
     virtual_loop,
 )
-from learner_client import Learner, Runtime
+from learner_client import Change, Learner, Runtime
 from learner_client.train.model import ModelConfig, Transformer, build_model, token_loss
 
 _DRAIN_S: Final = 10.0
@@ -109,6 +109,7 @@ class ScriptedLearner:
         self._stack = contextlib.AsyncExitStack()
         self.line = Line(address)
         self.losses: list[float] = []
+        self.changes: list[str] = []
         self.model: Transformer = build_model(spec.model, seed=spec.seed + index)
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), fused=True
@@ -117,6 +118,7 @@ class ScriptedLearner:
             self.model,
             learner_id=self.learner_id,
             run_id=spec.settings.run_id,
+            on_change=self._changed,
             transport=lambda: self.line,
             # Timers are virtual: heartbeats, back-off and time-outs run as in production.
             runtime=Runtime(
@@ -125,6 +127,11 @@ class ScriptedLearner:
                 has_threads=False,
             ),
         )
+
+    def _changed(self, change: Change) -> None:
+        mode = "online" if change.online else "offline"
+        now = virtual_loop().time()
+        self.changes.append(f"{now!r} {change.state} {mode} {change.reason}".rstrip())
 
     async def join(self) -> None:
         """Joins and gets the published parameters."""
@@ -285,8 +292,15 @@ class ScriptedFleet:
         self._lines.remove(scripted.line)
 
     def _read(self, index: int, *, ended: bool = False) -> LearnerResult:
-        x = self.learners[index]
-        return LearnerResult.read(x.learner, x.model, x.losses, name=x.learner_id, ended=ended)
+        scripted = self.learners[index]
+        return LearnerResult.read(
+            scripted.learner,
+            scripted.model,
+            learner_id=scripted.learner_id,
+            is_present=not ended,
+            losses=tuple(scripted.losses),
+            changes=tuple(scripted.changes),
+        )
 
 
 @contextlib.asynccontextmanager

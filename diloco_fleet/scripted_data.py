@@ -221,6 +221,7 @@ class LearnerResult:
         published_sha256: per fragment, over the published copy that it applied last.
         pushes: answers to its pushes, by word.
         losses: training loss of every inner step of this life, nats per token.
+        changes: every change of its state: virtual time, state, mode, reason.
     """
 
     learner_id: str
@@ -231,24 +232,33 @@ class LearnerResult:
     published_sha256: tuple[str, ...]
     pushes: dict[str, int]
     losses: tuple[float, ...]
+    changes: tuple[str, ...]
 
     @classmethod
     def read(
-        cls, learner: Learner, model: nn.Module, losses: Sequence[float], *, name: str, ended: bool
+        cls,
+        learner: Learner,
+        model: nn.Module,
+        *,
+        learner_id: str,
+        is_present: bool,
+        losses: tuple[float, ...],
+        changes: tuple[str, ...],
     ) -> LearnerResult:
         """Reads it off a learner between two steps."""
         published = saved_state_from(learner.state_dict()).published
         return cls(
-            learner_id=name,
+            learner_id=learner_id,
             incarnation=str(learner.incarnation),
-            is_present=not ended,
+            is_present=is_present,
             local_step=learner.local_step,
             model_sha256=_sha256(parameter.detach() for parameter in model.parameters()),
             published_sha256=tuple(
                 vector_digest(copy).hex() for _, (_, copy) in sorted(published.items())
             ),
             pushes=dict(sorted(learner.status.pushes.items())),
-            losses=tuple(losses),
+            losses=losses,
+            changes=changes,
         )
 
 

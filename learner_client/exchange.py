@@ -147,7 +147,7 @@ class Exchange:
         self._pending: PendingUpdates[Update] = PendingUpdates()
         self._captures: dict[int, Capture] = {}
         self._bases: dict[int, torch.Tensor] = {}
-        self._newest: dict[int, bytes] = {}
+        self._newest: dict[int, Version] = {}
         self._core: LearnerCore | None = None
         self._buffers = BufferPool(most=0)
         self._failure: DilocoError | None = None
@@ -210,7 +210,7 @@ class Exchange:
             self._core = core
             self.layout = layout
             self._bases = dict(bases)
-            self._newest = {p: version.digest for p, version in core.versions.items()}
+            self._newest = core.versions
             self._buffers = BufferPool(most=2 * len(core.due.now()))
 
     def granted(self, grant: Grant) -> None:
@@ -271,9 +271,9 @@ class Exchange:
         with self._lock:
             self.tally.num_updates += 1
             self.core.due.heard(update.version.global_step)
-            if self._newest.get(update.fragment) == update.version.digest:
+            if self._newest.get(update.fragment) == update.version:
                 return
-            self._newest[update.fragment] = update.version.digest
+            self._newest[update.fragment] = update.version
             self._pending.offer(update.fragment, update)
 
     def all_held(self) -> None:

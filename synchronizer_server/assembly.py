@@ -211,13 +211,16 @@ def _layout_of(description: RunDescription | None, settings: RunSettings) -> Lay
         raise DilocoError(
             Reason.STORE_CORRUPT, f"the store's layout cannot be read ({error}); restore a backup"
         ) from error
-    layout = build_layout(
-        tensors,
-        strategy=Strategy(settings.strategy),
-        num_fragments=settings.num_fragments,
-        overlap=settings.overlap,
-    )
-    if layout.fingerprint != fingerprint:
+    try:
+        layout = build_layout(
+            tensors,
+            strategy=Strategy(settings.strategy),
+            num_fragments=settings.num_fragments,
+            overlap=settings.overlap,
+        )
+    except UsageError:
+        layout = None  # what no layout can be made with is another one, too
+    if layout is None or layout.fingerprint != fingerprint:
         raise UsageError(
             Reason.CONFIG_CONFLICT,
             f"the store holds strategy {kept.get('strategy')!r} with {kept.get('num_fragments')} "

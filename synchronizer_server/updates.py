@@ -137,17 +137,13 @@ class UpdateBook:
         fragment. A version that is not on our lineage is replaced, even if its number is higher.
         """
         shelf = self._shelves[fragment]
-        if held is not None and held.digest == shelf.version.digest:
+        if held == shelf.version:
+            # The whole version, not its digest alone: an update that changes nothing still moves
+            # the base that the next outer gradient names.
             return []
-        full_bytes = shelf.published.numel() * 4
-        if held is not None:
-            chain = list(shelf.chain)
-            for start, update in enumerate(chain):
-                if update.base is not None and update.base.digest == held.digest:
-                    rest = chain[start:]
-                    if sum(u.payload_bytes for u in rest) < full_bytes:
-                        return rest
-                    break
+        chain = _chain_from(shelf, held) if held is not None else []
+        if chain and sum(u.payload_bytes for u in chain) < shelf.published.numel() * 4:
+            return chain
         return [self._full(fragment)]
 
     def _full(self, fragment: int) -> Update:
@@ -163,3 +159,14 @@ class UpdateBook:
                 num_elements=shelf.published.numel(),
             )
         return shelf.full
+
+
+def _chain_from(shelf: _Shelf, held: Version) -> list[Update]:
+    """Retained updates that build on what is held; empty where there are none."""
+    chain = list(shelf.chain)
+    starts = [i for i, update in enumerate(chain) if update.base == held]
+    if not starts:
+        starts = [
+            i for i, u in enumerate(chain) if u.base is not None and u.base.digest == held.digest
+        ]
+    return chain[starts[-1] :] if starts else []

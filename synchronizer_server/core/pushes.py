@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
-from decoupled_diloco.errors import Reason
+from decoupled_diloco.errors import DilocoError, Reason
 from synchronizer_server.core.effects import AcceptPush, AnswerPush, Outcome, StagePush
 from synchronizer_server.core.events import (
     PullDeclined,
@@ -24,7 +24,7 @@ from synchronizer_server.core.lineage import Place
 from synchronizer_server.core.records import ContributionRecord
 from synchronizer_server.core.rounds import Pending, Round, RoundState
 from synchronizer_server.core.state import CoreState
-from synchronizer_server.core.weights import MAX_COUNTER, contribution_weight
+from synchronizer_server.core.weights import contribution_weight
 
 _MAX_ANSWERS: Final = 4096
 
@@ -264,11 +264,14 @@ class PushDesk:
 
 def _check_counters(event: PushOpened) -> Verdict | None:
     tokens, steps = event.num_tokens, event.num_steps
-    if steps == 0:
-        return _dropped(Reason.NOT_READY, "no inner step since the last update")
-    if not 0 < steps <= min(event.local_step, MAX_COUNTER) or not 0 < tokens <= MAX_COUNTER:
+    if steps == 0 or tokens == 0:
+        return _dropped(Reason.NOT_READY, "no tokens trained since the last update")
+    if steps > event.local_step:
         return _refused(
-            Reason.BAD_COUNTERS,
-            f"{tokens} tokens in {steps} steps at local step {event.local_step} cannot be",
+            Reason.BAD_COUNTERS, f"{steps} steps at local step {event.local_step} cannot be"
         )
+    try:
+        contribution_weight(tokens, steps)
+    except DilocoError as error:
+        return _refused(error.reason, error.message)
     return None

@@ -106,7 +106,7 @@ class SynchronizerService(rpc.SynchronizerServiceServicer):
             ev.LearnerLeft(
                 learner_id=request.learner_id,
                 incarnation=incarnation,
-                reason=request.reason[:200] or "goodbye",
+                reason=" ".join(request.reason[:200].split()) or "goodbye",
             )
         )
         try:

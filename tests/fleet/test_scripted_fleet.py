@@ -121,6 +121,9 @@ def test_what_a_rough_schedule_must_keep(rough):
     assert back.local_step == 5 + 3 + 8 + 1, "its data goes on where it was"
     for learner in alive:
         assert learner.published_sha256 == result.published_sha256
+    assert alive[0].changes[-1].endswith("training online")
+    assert sum("offline DRAINING" in x for x in alive[0].changes) == 1
+    assert sum("offline UNAVAILABLE" in x for x in alive[0].changes) == 1
     while_dead = [x for x in result.rounds if "learner-1" not in x.contributors]
     assert while_dead, "the others went on without it"
     assert "learner-1" in result.rounds[-1].contributors
@@ -249,6 +252,20 @@ def test_a_learner_trains_on_while_nobody_answers():
             await fleet.apply(Advance(seconds=60.0))
             assert learner.status.online
             assert str(learner.incarnation).startswith("2.")
+
+    run_in_virtual_time(main())
+
+
+def test_after_a_kill_nothing_of_the_dead_synchronizer_reaches_the_store():
+    async def main() -> None:
+        async with scripted_fleet(SPEC) as fleet:
+            runner = fleet.synchronizer.engine.parts.committer.store_runner
+            await fleet.apply(StopSynchronizer())
+            written: list[str] = []
+            done = runner.submit(lambda: written.append("late"))
+            await fleet.apply(Advance(seconds=100.0))
+            assert written == []
+            assert not done.done()
 
     run_in_virtual_time(main())
 

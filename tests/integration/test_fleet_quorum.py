@@ -29,7 +29,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def quorum_wait(fleet: Fleet) -> dict[str, Any] | None:
     """The wait for a quorum that names the dead learner, once the status shows it."""
     for wait in fleet.status().get("waits", ()):
-        if wait["reason"] == "quorum" and "learner-2 (gone)" in wait["detail"]:
+        if wait["reason"] == "quorum" and "not live: learner-2" in wait["detail"]:
             return dict(wait)
     return None
 
@@ -52,7 +52,7 @@ def test_it_waits_for_the_dead_and_says_so(fleet: Fleet) -> None:
     assert fleet.global_step() == global_step, "no round without the quorum"
     told = fleet.lines("synchronizer", "wait")[-1]
     assert told["reason"] == "quorum"
-    assert "learner-2 (gone)" in told["detail"]
+    assert "not live: learner-2" in told["detail"]
     line = f"round {global_step + 1} waits for quorum"
     fleet.wait_until(lambda: line in fleet.text(), "the live line to say it")
 
@@ -95,7 +95,7 @@ def test_what_is_taken_is_refused(fleet: Fleet) -> None:
     assert_refused(result, "CONFIG_CONFLICT", "a fleet is running", root)
     extra = ("--address", address, "--run-dir", root, "--learner-id", "learner-9")
     result = run_command("learner_client.cli", "train", *extra)
-    assert_refused(result, "NO_SHARD_LEFT", "learner-9", "4")
+    assert_refused(result, "NO_SHARD_LEFT", "all 4 data shards")
     states = {entry["learner_id"]: entry["state"] for entry in fleet.status()["learners"]}
     assert set(states) == {f"learner-{index}" for index in range(4)}
     assert states["learner-0"] == "live"

@@ -124,6 +124,14 @@ def test_what_the_model_has_already_is_not_written_again():
     assert exchange.take_updates() == []
 
 
+def test_an_update_that_changes_nothing_still_moves_the_version():
+    """The base of the next outer gradient is named by term and t, not by its bits alone."""
+    exchange = make_exchange()
+    exchange.offer(update(1, 1, 7.0))
+    exchange.offer(update(1, 2, 7.0))
+    assert [item.version.global_step for item in exchange.take_updates()] == [1, 2]
+
+
 def test_a_failure_reaches_whoever_waits_for_the_first_parameters():
     exchange = Exchange("learner-0")
     exchange.failed(DilocoError(Reason.NO_SHARD_LEFT, "full"))

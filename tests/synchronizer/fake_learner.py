@@ -74,7 +74,7 @@ def digest_of_vector(vector: torch.Tensor) -> bytes:
 async def until(condition: Callable[[], object]) -> None:
     """Polls; fails a test that waits for what never comes."""
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - any state of the engine, not an event
             await asyncio.sleep(0.002)
 
 
@@ -100,7 +100,6 @@ class Fleet:
     journal: object = None
 
     async def start(self) -> Fleet:
-        self.layout = layout_of(self.settings)
         self._runners = [
             self.tensors_runner or ThreadRunner("tensors"),
             self.store_runner or ThreadRunner("store"),
@@ -120,6 +119,7 @@ class Fleet:
         except BaseException:
             self._close_runners()
             raise
+        self.layout = layout_of(self.settings)
         self.engine, self.joins = assembled.engine, assembled.joins
         self._server = grpc.aio.server(options=server_options())
         synchronizer_pb2_grpc.add_SynchronizerServiceServicer_to_server(

@@ -32,7 +32,7 @@ def asked() -> Script:
         ({"num_steps": -1}, "a refused BAD_COUNTERS"),
         ({"num_steps": 100}, "a refused BAD_COUNTERS"),
         ({"num_steps": 2**60, "local_step": 2**61}, "a refused BAD_COUNTERS"),
-        ({"tokens": 0}, "a refused BAD_COUNTERS"),
+        ({"tokens": 0}, "a dropped NOT_READY"),
         ({"tokens": -5}, "a refused BAD_COUNTERS"),
         ({"tokens": 2**53 + 1}, "a refused BAD_COUNTERS"),
         ({"term": 0}, "a refused STALE_TERM"),

@@ -46,7 +46,7 @@ def altered(**changes: object) -> BadPush:
 
 def claimed(**encoding: object) -> BadPush:
     """A push whose header claims another encoding."""
-    return lambda learner, pull, payload: altered(encoding=encoding)(learner, pull, payload)
+    return altered(encoding=encoding)
 
 
 def vector_of(make: Callable[[torch.Tensor], torch.Tensor]) -> BadPush:

@@ -12,6 +12,7 @@ from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.v1 import types_pb2
 from synchronizer_server.core import events as ev
 from synchronizer_server.store.memory import MemoryStore
+from synchronizer_server.streams import ReportStream
 from tests.synchronizer.fake_learner import (
     ACCEPTED,
     FakeLearner,
@@ -180,6 +181,31 @@ async def test_a_learner_that_does_not_read_is_cut_off_and_holds_nobody() -> Non
         await channel.close()
 
 
+async def test_a_learner_that_dies_while_it_does_not_read_is_out_at_once() -> None:
+    """Its stream is blocked in a write then, which nobody ever finishes."""
+    async with serving() as fleet:
+        deaf = FakeLearner(fleet, "deaf")
+        await deaf.join()
+        deaf.fleet.stub = type(fleet.stub)(channel := fleet.channel("deaf"))
+        await deaf.open(read=False)
+        await until(lambda: "deaf" in fleet.engine.streams)
+        stream = fleet.engine.streams["deaf"]
+        big = pb.ReportResponse(drain=pb.Drain(reason="x" * 100_000))
+        for _ in range(512):
+            stream.send(big)
+        await until(lambda: stream._queue.qsize() < 512)
+        await until(lambda: is_stuck(stream))
+        assert not stream.closed
+        await channel.close()
+        await until(lambda: "deaf" not in fleet.engine.streams)
+
+
+def is_stuck(stream: ReportStream, seen: list[int] = []) -> bool:  # noqa: B006 - its memory
+    """Whether the queue has not moved between a good many looks."""
+    seen.append(stream._queue.qsize())
+    return len(seen) > 100 and len(set(seen[-100:])) == 1
+
+
 async def test_a_failure_of_ours_while_a_report_is_handled_ends_the_engine_loudly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,7 +215,7 @@ async def test_a_failure_of_ours_while_a_report_is_handled_ends_the_engine_loudl
 
     def broken(event: ev.Event, now: float) -> list[object]:
         if isinstance(event, ev.StepReported):
-            raise AssertionError("a fault of ours")
+            raise RuntimeError("a fault of ours")
         return handle(event, now)
 
     monkeypatch.setattr(fleet.engine.core, "handle", broken)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoupled_diloco.errors import DilocoError, Reason
-from synchronizer_server.merge.weights import MAX_STEPS, MAX_TOKENS, contribution_weight
+from synchronizer_server.core.weights import MAX_STEPS, MAX_TOKENS, contribution_weight
 
 
 @given(st.integers(0, MAX_TOKENS), st.integers(1, MAX_STEPS))
