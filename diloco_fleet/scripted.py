@@ -99,7 +99,7 @@ class ScriptedLearner:
     Args:
         spec: the fleet.
         index: index of the learner, and part of its id.
-        life: how many processes this learner had before.
+        life: which of the processes of this learner it is, from 1.
         address: where the synchronizer is.
     """
 

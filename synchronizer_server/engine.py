@@ -227,6 +227,8 @@ class Engine:
         """A report stream is over; does nothing where it was replaced or ended before."""
         if self.streams.get(stream.learner_id) is stream:
             del self.streams[stream.learner_id]
+            if self.closed:
+                return
             self.handle(
                 ev.StreamClosed(learner_id=stream.learner_id, incarnation=stream.incarnation)
             )

@@ -36,7 +36,7 @@ class Journal:
                 self._file = path.open("a", encoding="utf-8", buffering=1)
             except OSError as error:
                 raise UsageError(
-                    Reason.CONFIG_INVALID, f"journal cannot be written: {error}"
+                    Reason.CONFIG_INVALID, f"journal {path} cannot be written: {error}"
                 ) from error
 
     def write(self, kind: str, **fields: object) -> None:

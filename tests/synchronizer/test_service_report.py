@@ -12,7 +12,6 @@ from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.v1 import types_pb2
 from synchronizer_server.core import events as ev
 from synchronizer_server.store.memory import MemoryStore
-from synchronizer_server.streams import ReportStream
 from tests.synchronizer.fake_learner import (
     ACCEPTED,
     FakeLearner,
@@ -194,16 +193,10 @@ async def test_a_learner_that_dies_while_it_does_not_read_is_out_at_once() -> No
         for _ in range(512):
             stream.send(big)
         await until(lambda: stream._queue.qsize() < 512)
-        await until(lambda: is_stuck(stream))
+        assert stream._queue.qsize() > 0, "50 MB fit in no window"
         assert not stream.closed
         await channel.close()
         await until(lambda: "deaf" not in fleet.engine.streams)
-
-
-def is_stuck(stream: ReportStream, seen: list[int] = []) -> bool:  # noqa: B006 - its memory
-    """Whether the queue has not moved between a good many looks."""
-    seen.append(stream._queue.qsize())
-    return len(seen) > 100 and len(set(seen[-100:])) == 1
 
 
 async def test_a_failure_of_ours_while_a_report_is_handled_ends_the_engine_loudly(
@@ -214,9 +207,9 @@ async def test_a_failure_of_ours_while_a_report_is_handled_ends_the_engine_loudl
     handle = fleet.engine.core.handle
 
     def broken(event: ev.Event, now: float) -> list[object]:
-        if isinstance(event, ev.StepReported):
-            raise RuntimeError("a fault of ours")
-        return handle(event, now)
+        if not isinstance(event, ev.StepReported):
+            return handle(event, now)
+        raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr(fleet.engine.core, "handle", broken)
     await a.step()
