@@ -20,7 +20,7 @@ from learner_client.checkpoint import saved_state_from
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.engine import Engine
 from synchronizer_server.ledger import Ledger
-from synchronizer_server.tensors import vector_digest
+from synchronizer_server.merge.fragment_state import vector_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

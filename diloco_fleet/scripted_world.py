@@ -24,10 +24,10 @@ from synchronizer_server.core import events as ev
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.engine import Engine
 from synchronizer_server.membership.memory import MemoryMembership
+from synchronizer_server.merge.fragment_state import FragmentState
 from synchronizer_server.runner import InlineRunner
 from synchronizer_server.service.admin import AdminService
 from synchronizer_server.service.synchronizer import SynchronizerService
-from synchronizer_server.store.base import FragmentTensors
 from synchronizer_server.store.memory import MemoryStore
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class KeepingStore(MemoryStore):
         super().__init__()
         self.records: list[RoundRecord] = []
 
-    def commit(self, record: RoundRecord, fragments: Mapping[int, FragmentTensors]) -> None:
+    def commit(self, record: RoundRecord, fragments: Mapping[int, FragmentState]) -> None:
         """See ``RoundStore.commit``."""
         super().commit(record, fragments)
         self.records.append(record)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import click
@@ -42,8 +39,9 @@ def train_command(config_file: Path | None, **flags: object) -> int:
     settings = _load(LearnerSettings, "learner", flags, config_file)
     _begin(settings.log_format, settings.learner_id or "learner")
     from learner_client.train.loop import train
+    from learner_client.train.stopping import stop_on_signals
 
-    return train(settings, _stop_on_signals())
+    return train(settings, stop_on_signals())
 
 
 @cli.command("evaluate")
@@ -54,8 +52,9 @@ def evaluate_command(config_file: Path | None, **flags: object) -> int:
     settings = _load(EvaluatorSettings, "evaluator", flags, config_file)
     _begin(settings.log_format, "evaluator")
     from learner_client.train.evaluator import run_evaluator
+    from learner_client.train.stopping import stop_on_signals
 
-    return run_evaluator(settings, _stop_on_signals())
+    return run_evaluator(settings, stop_on_signals())
 
 
 def _load(cls: type[T], section: str, flags: dict[str, object], file: Path | None) -> T:
@@ -68,18 +67,6 @@ def _load(cls: type[T], section: str, flags: dict[str, object], file: Path | Non
 def _begin(log_format: str, process: str) -> None:
     tune_allocator()
     configure_logging(log_format="json" if log_format == "json" else "text", process=process)
-
-
-def _stop_on_signals() -> threading.Event:
-    """Returns an event that SIGTERM and SIGINT set: the inner step under way is finished."""
-    stop = threading.Event()
-
-    def handler(_number: int, _frame: FrameType | None) -> None:
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handler)
-    return stop
 
 
 @cli_errors

@@ -15,7 +15,7 @@ from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.layout import Layout, Role, Strategy, TensorSpec, build_layout
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Version
-from synchronizer_server.commits import Committer, from_tensors
+from synchronizer_server.commits import Committer
 from synchronizer_server.core.effects import RoundSummary
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.core.state import Restored
@@ -25,8 +25,9 @@ from synchronizer_server.joining import JoinDesk
 from synchronizer_server.journal import Journal
 from synchronizer_server.ledger import make_record, restored_from
 from synchronizer_server.membership.base import Membership
+from synchronizer_server.merge.fragment_state import FragmentState
 from synchronizer_server.runner import Runner
-from synchronizer_server.store.base import FragmentTensors, RoundStore, RunDescription
+from synchronizer_server.store.base import RoundStore, RunDescription
 from synchronizer_server.tensors import TensorBook
 from synchronizer_server.updates import UpdateBook
 
@@ -137,7 +138,7 @@ def _record_maker(
 def _begin_term(
     engine: Engine,
     store: RoundStore,
-    loaded: tuple[RoundRecord, dict[int, FragmentTensors]] | None,
+    loaded: tuple[RoundRecord, dict[int, FragmentState]] | None,
     restored: Restored | None,
 ) -> None:
     term = engine.core.state.term
@@ -157,7 +158,7 @@ def _begin_term(
     store.begin_term(term, taken_over)
     committer = engine.parts.committer
     committer.begin(TensorBook(engine.layout, engine.parts.settings, term))
-    committer.start(record.versions, [from_tensors(tensors[i]) for i in sorted(tensors)])
+    committer.start(record.versions, [tensors[i] for i in sorted(tensors)])
     journal.write("start", term=term, global_step=record.global_step, restored=True)
     logger.info("goes on at global step %d, term %d", record.global_step, term)
 

@@ -15,26 +15,12 @@ from synchronizer_server.core.effects import RoundSummary
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.merge.fragment_state import FragmentState
 from synchronizer_server.runner import Runner
-from synchronizer_server.store.base import FragmentTensors, RoundStore
-from synchronizer_server.tensors import Merged, TensorBook, vector_digest
+from synchronizer_server.store.base import RoundStore
+from synchronizer_server.tensors import Merged, TensorBook
 from synchronizer_server.updates import UpdateBook
 
 RecordMaker = Callable[[int, tuple[Version, ...], RoundSummary | None], RoundRecord]
 """(global step, version vector after it, round) -> its record."""
-
-
-def to_tensors(state: FragmentState) -> FragmentTensors:
-    """A fragment's state as the store takes it."""
-    return FragmentTensors(
-        published=state.published, residual=state.residual, momentum=state.momentum
-    )
-
-
-def from_tensors(tensors: FragmentTensors) -> FragmentState:
-    """A fragment's state as the store gives it."""
-    return FragmentState(
-        published=tensors.published, residual=tensors.residual, momentum=tensors.momentum
-    )
 
 
 @dataclass(slots=True)
@@ -100,7 +86,7 @@ class Committer:
         versions = list(self.updates.versions())
         versions[summary.fragment] = merged.update.result
         record = self.make_record(summary.global_step, tuple(versions), summary)
-        tensors = {summary.fragment: to_tensors(merged.state)}
+        tensors = {summary.fragment: merged.state}
         await self.store_runner.submit(lambda: self.store.commit(record, tensors))
 
     def publish(self, summary: RoundSummary) -> None:
@@ -123,8 +109,7 @@ class Committer:
         vectors = dict(sorted(self._seed.items()))
         states, versions = await self.tensors_runner.submit(lambda: self._seed_states(vectors))
         record = self.make_record(0, versions, None)
-        tensors = {i: to_tensors(s) for i, s in states.items()}
-        await self.store_runner.submit(lambda: self.store.commit(record, tensors))
+        await self.store_runner.submit(lambda: self.store.commit(record, states))
         self.start(versions, list(states.values()))
         return versions
 
@@ -132,8 +117,7 @@ class Committer:
         self, vectors: dict[int, torch.Tensor]
     ) -> tuple[dict[int, FragmentState], tuple[Version, ...]]:
         states = {i: FragmentState.seeded(v) for i, v in vectors.items()}
-        digests = (vector_digest(s.published) for s in states.values())
-        return states, tuple(Version(self.term, 0, digest) for digest in digests)
+        return states, tuple(Version(self.term, 0, s.digest()) for s in states.values())
 
     def publish_seed(self) -> None:
         """Puts the seed before every watcher."""

@@ -16,6 +16,7 @@ from decoupled_diloco.versions import Incarnation
 from synchronizer_server.commits import layout_description
 from synchronizer_server.convert import check_id, incarnation_to, malformed, tensors_from
 from synchronizer_server.core import events as ev
+from synchronizer_server.core.roster import LearnerState
 from synchronizer_server.engine import Engine
 from synchronizer_server.service.identity import require_current
 from synchronizer_server.store.base import RoundStore, RunDescription
@@ -45,8 +46,8 @@ class JoinDesk:
     async def join(self, request: pb.JoinRequest) -> pb.JoinResponse:
         """Lets a learner in; a repeated request gets the same incarnation again.
 
-        While nobody seeds the run it gets a new one, and with it the seeding. A process that was
-        fenced cannot take its id back.
+        While nobody seeds the run it gets a new one, and with it the seeding; also after it has
+        left. A process that was fenced cannot take its id back.
 
         Raises:
             DilocoError: why it may not join.
@@ -59,21 +60,22 @@ class JoinDesk:
         async with self._lock:
             await self._check_layout(request)
             known = self._granted.get((learner_id, request.request_id))
-            if known is None or self._is_to_seed(learner_id, known):
+            if known is None or self._needs_new_life(learner_id, known):
                 known = await self._grant(learner_id)
                 self._remember((learner_id, request.request_id), known)
                 self.labels[learner_id] = {k[:64]: v[:256] for k, v in request.labels.items()}
             return self._response(learner_id, known)
 
-    def _is_to_seed(self, learner_id: str, incarnation: Incarnation) -> bool:
-        """Whether a process that is in is to get another incarnation, and the seeding with it.
+    def _needs_new_life(self, learner_id: str, incarnation: Incarnation) -> bool:
+        """Whether a process gets another incarnation: it has left, or it is to seed.
 
         Raises:
             DilocoError: FENCED where another process has taken the id.
         """
-        require_current(self._engine, learner_id, incarnation)
+        learner = require_current(self._engine, learner_id, incarnation)
         state = self._engine.core.state
-        return not state.seeded and not state.seed_persisting and state.seeder is None
+        nobody_seeds = not state.seeded and not state.seed_persisting and state.seeder is None
+        return nobody_seeds or learner.state is LearnerState.LEFT
 
     def _remember(self, request: tuple[str, str], incarnation: Incarnation) -> None:
         self._granted[request] = incarnation

@@ -105,6 +105,9 @@ def make_record(
     """
     learners = sorted(state.roster, key=lambda x: x.learner_id)
     merged = {x.learner_id: x.num_tokens_merged for x in learners}
+    for later in (r for r in state.rounds if r.global_step > global_step):
+        for contribution in later.accepted.values():
+            merged[contribution.learner_id] -= contribution.num_tokens  # not in this cut yet
     return RoundRecord(
         run_id=state.settings.run_id,
         group=0,

@@ -15,7 +15,7 @@ from decoupled_diloco.codecs import Codec, Payload, get_codec
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.layout import Layout, Role
 from decoupled_diloco.settings import RunSettings
-from decoupled_diloco.versions import Version, digest_of
+from decoupled_diloco.versions import Version
 from synchronizer_server.merge.accumulate import Accumulator, Granularity, MergeMethod
 from synchronizer_server.merge.fragment_state import (
     FragmentState,
@@ -41,11 +41,6 @@ class Merged:
 
     state: FragmentState
     update: Update
-
-
-def vector_digest(vector: torch.Tensor) -> bytes:
-    """SHA-256 of a published copy: contiguous little-endian fp32 [n]."""
-    return digest_of(vector.numpy().data.cast("B"))
 
 
 class TensorBook:
@@ -140,7 +135,7 @@ class TensorBook:
             payload = self._down.encode(torch.zeros_like(state.published))
             same = apply_update(state.published, payload, self._down)
             after = FragmentState(published=same, residual=state.residual, momentum=state.momentum)
-        result = Version(self._term, global_step, vector_digest(after.published))
+        result = Version(self._term, global_step, after.digest())
         update = make_update(
             fragment,
             base=base,

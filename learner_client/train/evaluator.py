@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 from collections.abc import AsyncIterator
 
 from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK
@@ -18,6 +17,7 @@ from learner_client.train.evaluate import EvaluationResult, evaluate
 from learner_client.train.export import export_model
 from learner_client.train.metrics import MetricsFile
 from learner_client.train.setup import Setup, load_setup
+from learner_client.train.stopping import StopRequest
 from learner_client.transport.grpc import GrpcTransport
 
 logger = logging.getLogger(__name__)
@@ -66,27 +66,44 @@ class Evaluator:
         """Evaluates a published copy on held-out text."""
         for fragment, vector in zip(self.layout.fragments, published.vectors, strict=True):
             self._parameters.write_fragment(fragment, vector)
-        result = evaluate(
+        result = self._evaluate()
+        self._measured = published.global_step
+        self._first = self._first or result
+        self._last = result
+        self._record(published.global_step, result)
+        return result
+
+    def measure_seed(self, *, known: bool) -> None:
+        """Measures what the run began with, where its copy came and went before this process.
+
+        Nothing was written into the model yet, and every process of a run builds the same one.
+
+        Args:
+            known: an earlier life has recorded it.
+        """
+        assert self._measured is None, "the model is as it was built"
+        self._first = self._evaluate()
+        if not known:
+            self._record(0, self._first)
+
+    def _evaluate(self) -> EvaluationResult:
+        return evaluate(
             self._model,
             self._setup.corpus.held_out,
             sequence_length=self._setup.trainer.sequence_length,
             max_tokens=self._settings.max_tokens,
         )
-        self._measured = published.global_step
-        self._first = self._first or result
-        self._last = result
+
+    def _record(self, global_step: int, result: EvaluationResult) -> None:
         self._metrics.write(
             "evaluation",
-            global_step=published.global_step,
+            global_step=global_step,
             loss=result.loss,
             num_tokens=result.num_tokens,
         )
         logger.info(
-            "global step %d: %.4f nats per token on held-out text",
-            published.global_step,
-            result.loss,
+            "global step %d: %.4f nats per token on held-out text", global_step, result.loss
         )
-        return result
 
     def export(self, published: Published) -> None:
         """Measures the last copy, if that was not done, and writes the model."""
@@ -119,7 +136,7 @@ class Evaluator:
         logger.info("the model is in %s", folder)
 
 
-async def _follow(observer: Observer, stop: threading.Event) -> AsyncIterator[Published | None]:
+async def _follow(observer: Observer, stop: StopRequest) -> AsyncIterator[Published | None]:
     """Yields published copies; None once the process is asked to stop."""
     copies = aiter(observer.follow())
     while True:
@@ -133,7 +150,10 @@ async def _follow(observer: Observer, stop: threading.Event) -> AsyncIterator[Pu
         yield reading.result()
 
 
-async def _run(evaluator: Evaluator, settings: EvaluatorSettings, stop: threading.Event) -> int:
+async def _run(
+    evaluator: Evaluator, settings: EvaluatorSettings, stop: StopRequest, *, seed_known: bool
+) -> int:
+    stop.heed()
     transport = GrpcTransport(settings.address, insecure=settings.insecure)
     newest: Published | None = None
     try:
@@ -141,6 +161,8 @@ async def _run(evaluator: Evaluator, settings: EvaluatorSettings, stop: threadin
         async for published in _follow(observer, stop):
             if published is None:
                 break
+            if newest is None and published.global_step > 0:
+                await asyncio.to_thread(evaluator.measure_seed, known=seed_known)
             newest = published
             if evaluator.due(published):
                 await asyncio.to_thread(evaluator.measure, published)
@@ -154,7 +176,7 @@ async def _run(evaluator: Evaluator, settings: EvaluatorSettings, stop: threadin
     return EXIT_DRAINED
 
 
-def run_evaluator(settings: EvaluatorSettings, stop: threading.Event) -> int:
+def run_evaluator(settings: EvaluatorSettings, stop: StopRequest) -> int:
     """Runs the evaluator until the run is complete, or until it is asked to stop.
 
     In both cases the newest published copy is exported. Returns the exit code.
@@ -162,7 +184,9 @@ def run_evaluator(settings: EvaluatorSettings, stop: threading.Event) -> int:
     Raises:
         DilocoError: why it cannot watch or export.
     """
-    metrics = MetricsFile(settings.run_dir / "metrics" / "evaluator.jsonl")
+    path = settings.run_dir / "metrics" / "evaluator.jsonl"
+    seed_known = path.exists() and '"kind": "evaluation"' in path.read_text(errors="replace")
+    metrics = MetricsFile(path)
     try:
         metrics.write("start", pid=os.getpid())
         setup = load_setup(
@@ -171,6 +195,7 @@ def run_evaluator(settings: EvaluatorSettings, stop: threading.Event) -> int:
             timeout_s=_JOIN_TIMEOUT_S,
             insecure=settings.insecure,
         )
-        return asyncio.run(_run(Evaluator(setup, settings, metrics), settings, stop))
+        evaluator = Evaluator(setup, settings, metrics)
+        return asyncio.run(_run(evaluator, settings, stop, seed_known=seed_known))
     finally:
         metrics.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 import time
 
 import torch
@@ -21,6 +20,7 @@ from learner_client.train.model import Transformer, token_loss
 from learner_client.train.optimizer import build_optimizer, set_learning_rate
 from learner_client.train.schedule import learning_rate_at
 from learner_client.train.setup import Setup, load_setup
+from learner_client.train.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Trainer:
     """
 
     def __init__(
-        self, setup: Setup, settings: LearnerSettings, metrics: MetricsFile, stop: threading.Event
+        self, setup: Setup, settings: LearnerSettings, metrics: MetricsFile, stop: StopRequest
     ) -> None:
         self._setup = setup
         self._settings = settings
@@ -117,6 +117,7 @@ class Trainer:
             seed=trainer.seed,
         )
         batches.position = learner.local_step
+        self._stop.heed()
         while not (learner.finished or learner.draining or self._stop.is_set()):
             began = time.perf_counter()
             inputs, targets = batches.next_batch()
@@ -186,7 +187,7 @@ class Trainer:
         )
 
 
-def train(settings: LearnerSettings, stop: threading.Event) -> int:
+def train(settings: LearnerSettings, stop: StopRequest) -> int:
     """Runs one learner of the shipped trainer; returns the exit code.
 
     Args:

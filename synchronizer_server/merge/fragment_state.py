@@ -10,11 +10,17 @@ import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.versions import digest_of
 from synchronizer_server.merge.norms import vector_norm
 from synchronizer_server.merge.outer import OuterSettings, outer_step
 
 if TYPE_CHECKING:
     from decoupled_diloco.codecs import Codec, Payload
+
+
+def vector_digest(vector: Tensor) -> bytes:
+    """SHA-256 of a published copy: contiguous little-endian fp32 [n]."""
+    return digest_of(vector.detach().contiguous().numpy().data.cast("B"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,6 +36,27 @@ class FragmentState:
     published: Tensor
     residual: Tensor
     momentum: Tensor
+
+    def named(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {"published": self.published, "residual": self.residual, "momentum": self.momentum}
+
+    def problem(self) -> str | None:
+        """Says what is wrong with dtypes and shapes, or None."""
+        for name, tensor in self.named().items():
+            if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+                return f"{name} is {tensor.dtype} on {tensor.device}, not float32 on cpu"
+            if tensor.dim() != 1 or tensor.shape != self.published.shape:
+                return f"{name} has shape {tuple(tensor.shape)}, expected one common length"
+        return None
+
+    def digest(self) -> bytes:
+        """SHA-256 of the published copy: the digest of its version."""
+        return vector_digest(self.published)
+
+    def clone(self) -> FragmentState:
+        """An independent copy."""
+        return FragmentState(**{name: tensor.clone() for name, tensor in self.named().items()})
 
     @classmethod
     def seeded(cls, parameters: Tensor) -> FragmentState:

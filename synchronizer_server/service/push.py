@@ -54,7 +54,7 @@ async def _push_outer_gradient(
     ticket = engine.tickets.take(key, header.encoding)
     engine.handle(opened)
     if ticket.answer.done():
-        return await ticket.answer
+        return await _answer_of(ticket)
     try:
         if not await _staged(engine, ticket, header, requests):
             return _resume(engine, ticket)
@@ -65,7 +65,12 @@ async def _push_outer_gradient(
             return _resume(engine, ticket)
         if not ticket.answer.done():
             engine.handle(_failed(key, error))
-    return await ticket.answer
+    return await _answer_of(ticket)
+
+
+async def _answer_of(ticket: Ticket) -> pb.PushResponse:
+    # Shielded: a caller that is cancelled must not cancel the answer of other streams.
+    return await asyncio.shield(ticket.answer)
 
 
 def _opened(key: PushKey, header: pb.PushHeader) -> ev.PushOpened:

@@ -1,6 +1,6 @@
 """Durable round records and fragments (design section 6)."""
 
-from synchronizer_server.store.base import FragmentTensors, RoundStore, RunDescription
+from synchronizer_server.store.base import RoundStore, RunDescription
 from synchronizer_server.store.disk import DiskStore
 from synchronizer_server.store.envelope import Durability
 from synchronizer_server.store.memory import MemoryStore
@@ -8,7 +8,6 @@ from synchronizer_server.store.memory import MemoryStore
 __all__ = [
     "DiskStore",
     "Durability",
-    "FragmentTensors",
     "MemoryStore",
     "RoundStore",
     "RunDescription",

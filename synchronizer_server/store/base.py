@@ -3,57 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from decoupled_diloco.errors import DilocoError, Reason
-from decoupled_diloco.versions import digest_of
 from synchronizer_server.core.records import RoundRecord
+from synchronizer_server.merge.fragment_state import FragmentState
 
 RunDescription = dict[str, object]
 """What a run is: tensor specifications and settings, as JSON values. The store never looks in."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FragmentTensors:
-    """The three tensors of one fragment at the synchronizer (design section 4).
-
-    Attributes:
-        published: the published copy, fp32, shape (n,).
-        residual: what the updates so far left out, fp32, shape (n,).
-        momentum: the outer optimizer's momentum, fp32, shape (n,).
-    """
-
-    published: torch.Tensor
-    residual: torch.Tensor
-    momentum: torch.Tensor
-
-    def named(self) -> dict[str, torch.Tensor]:
-        """The tensors by name."""
-        return {"published": self.published, "residual": self.residual, "momentum": self.momentum}
-
-    def problem(self) -> str | None:
-        """Says what is wrong with dtypes and shapes, or None."""
-        for name, tensor in self.named().items():
-            if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
-                return f"{name} is {tensor.dtype} on {tensor.device}, not float32 on cpu"
-            if tensor.dim() != 1 or tensor.shape != self.published.shape:
-                return f"{name} has shape {tuple(tensor.shape)}, expected one common length"
-        return None
-
-    def digest(self) -> bytes:
-        """SHA-256 of the published copy: the digest of its version."""
-        return digest_of(self.published.detach().contiguous().numpy().data)
-
-    def clone(self) -> FragmentTensors:
-        """An independent copy."""
-        return FragmentTensors(
-            published=self.published.detach().clone(),
-            residual=self.residual.detach().clone(),
-            momentum=self.momentum.detach().clone(),
-        )
 
 
 class RoundStore(Protocol):
@@ -85,7 +42,7 @@ class RoundStore(Protocol):
     def highest_term(self) -> int:
         """The highest term that ever began here, with or without a round; 0 if none."""
 
-    def load(self) -> tuple[RoundRecord, dict[int, FragmentTensors]] | None:
+    def load(self) -> tuple[RoundRecord, dict[int, FragmentState]] | None:
         """Returns the newest complete cut, every fragment of it checked; None in a fresh store.
 
         Raises:
@@ -105,7 +62,7 @@ class RoundStore(Protocol):
             DilocoError: ``STALE_TERM`` when the term is not new; as ``commit``.
         """
 
-    def commit(self, record: RoundRecord, fragments: Mapping[int, FragmentTensors]) -> None:
+    def commit(self, record: RoundRecord, fragments: Mapping[int, FragmentState]) -> None:
         """Makes one record and the fragments that it changed durable.
 
         Args:
@@ -147,7 +104,7 @@ def check_begin(
 
 def check_commit(
     record: RoundRecord,
-    fragments: Mapping[int, FragmentTensors],
+    fragments: Mapping[int, FragmentState],
     *,
     term: int | None,
     tip: RoundRecord | None,

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from decoupled_diloco.errors import DilocoError, Reason
 from synchronizer_server.core.records import RoundRecord
+from synchronizer_server.merge.fragment_state import FragmentState
 from synchronizer_server.store.base import (
-    FragmentTensors,
     RunDescription,
     check_begin,
     check_commit,
@@ -155,7 +155,7 @@ class DiskStore:
         """See ``RoundStore.highest_term``."""
         return max((term for term, _ in self._paths.terms()), default=0)
 
-    def load(self) -> tuple[RoundRecord, dict[int, FragmentTensors]] | None:
+    def load(self) -> tuple[RoundRecord, dict[int, FragmentState]] | None:
         """See ``RoundStore.load``."""
         self._term, self._kept, self._loaded = None, [], False
         self.read_run()  # another run's store, or one without its description, is told first
@@ -183,7 +183,7 @@ class DiskStore:
             self._term = None
             raise
 
-    def commit(self, record: RoundRecord, fragments: Mapping[int, FragmentTensors]) -> None:
+    def commit(self, record: RoundRecord, fragments: Mapping[int, FragmentState]) -> None:
         """See ``RoundStore.commit``."""
         assert self._loaded, "load comes before commit"
         tip = self._kept[-1] if self._kept else None
@@ -220,7 +220,7 @@ class DiskStore:
         self,
         record: RoundRecord,
         fragment: int,
-        tensors: FragmentTensors,
+        tensors: FragmentState,
         written: list[Path],
         sync: bool,
     ) -> FileRef:

@@ -15,7 +15,8 @@ import safetensors.torch
 
 from decoupled_diloco.errors import DilocoError, Reason
 from synchronizer_server.core.records import RoundRecord, canonical_json, strict_json
-from synchronizer_server.store.base import FragmentTensors, RunDescription
+from synchronizer_server.merge.fragment_state import FragmentState
+from synchronizer_server.store.base import RunDescription
 
 STORE_FORMAT: Final = 1
 """Version of the layout on disk; another number is refused."""
@@ -168,7 +169,7 @@ def _ref_from(item: object) -> FileRef:
     return FileRef(**item)
 
 
-def encode_fragment(tensors: FragmentTensors, record: RoundRecord, fragment: int) -> bytes:
+def encode_fragment(tensors: FragmentState, record: RoundRecord, fragment: int) -> bytes:
     """Returns a safetensors file with the fragment's three tensors."""
     metadata = {
         "run": record.run_id,
@@ -180,7 +181,7 @@ def encode_fragment(tensors: FragmentTensors, record: RoundRecord, fragment: int
     return safetensors.torch.save(tensors.clone().named(), metadata=metadata)
 
 
-def decode_fragment(data: bytes) -> FragmentTensors:
+def decode_fragment(data: bytes) -> FragmentState:
     """Reads a fragment's file.
 
     Raises:
@@ -193,7 +194,7 @@ def decode_fragment(data: bytes) -> FragmentTensors:
         raise _corrupt(f"it is not a safetensors file ({error})") from error
     if set(found) != {"published", "residual", "momentum"}:
         raise _corrupt(f"it holds the tensors {sorted(found)}")
-    tensors = FragmentTensors(**found)
+    tensors = FragmentState(**found)
     if (problem := tensors.problem()) is not None:
         raise _corrupt(problem)
     return tensors

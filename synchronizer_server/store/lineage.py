@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decoupled_diloco.errors import DilocoError, Reason
-from synchronizer_server.store.base import FragmentTensors
+from synchronizer_server.merge.fragment_state import FragmentState
 from synchronizer_server.store.envelope import Envelope, decode_fragment, decode_record
 from synchronizer_server.store.files import read_if_exists
 from synchronizer_server.store.paths import StorePaths
@@ -27,7 +27,7 @@ class _Found:
 
 def load_lineage(
     paths: StorePaths, run_id: str, group: int
-) -> tuple[list[Envelope], dict[int, FragmentTensors]]:
+) -> tuple[list[Envelope], dict[int, FragmentState]]:
     """Reads the lineage of the highest term that has a record.
 
     Returns:
@@ -57,7 +57,7 @@ def load_lineage(
 
 def _newest_complete(
     paths: StorePaths, found: list[_Found]
-) -> tuple[Envelope, dict[int, FragmentTensors]] | None:
+) -> tuple[Envelope, dict[int, FragmentState]] | None:
     """Walks back from the newest record to the first complete one.
 
     Only a record that was not forced out may be passed over: it can be torn by a crash of the
@@ -123,7 +123,7 @@ def _examine(run_id: str, group: int, term: int, global_step: int, path: Path) -
 
 def _read_fragments(
     paths: StorePaths, envelope: Envelope, record_path: Path
-) -> dict[int, FragmentTensors]:
+) -> dict[int, FragmentState]:
     """Reads and checks every fragment of a cut."""
     result = {}
     for fragment, ref in enumerate(envelope.files):

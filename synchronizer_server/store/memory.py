@@ -6,8 +6,8 @@ import copy
 from collections.abc import Mapping
 
 from synchronizer_server.core.records import RoundRecord
+from synchronizer_server.merge.fragment_state import FragmentState
 from synchronizer_server.store.base import (
-    FragmentTensors,
     RunDescription,
     check_begin,
     check_commit,
@@ -22,7 +22,7 @@ class MemoryStore:
         self._highest_term = 0
         self._term: int | None = None
         self._tip: RoundRecord | None = None
-        self._fragments: dict[int, FragmentTensors] = {}
+        self._fragments: dict[int, FragmentState] = {}
 
     def read_run(self) -> RunDescription | None:
         """See ``RoundStore.read_run``."""
@@ -38,7 +38,7 @@ class MemoryStore:
         """See ``RoundStore.highest_term``."""
         return self._highest_term
 
-    def load(self) -> tuple[RoundRecord, dict[int, FragmentTensors]] | None:
+    def load(self) -> tuple[RoundRecord, dict[int, FragmentState]] | None:
         """See ``RoundStore.load``. Ends the term that was current, as a restart does."""
         self._term = None
         if self._tip is None:
@@ -53,7 +53,7 @@ class MemoryStore:
         if record is not None:
             self.commit(record, {})
 
-    def commit(self, record: RoundRecord, fragments: Mapping[int, FragmentTensors]) -> None:
+    def commit(self, record: RoundRecord, fragments: Mapping[int, FragmentState]) -> None:
         """See ``RoundStore.commit``."""
         assert self._run is not None, "open_run comes before the first record"
         check_commit(record, fragments, term=self._term, tip=self._tip)

@@ -136,12 +136,12 @@ class Fleet:
             )
 
     @contextmanager
-    def start_other(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    def start_other(self, *arguments: str, output: Path) -> Iterator[subprocess.Popen[bytes]]:
         """Runs one more process beside the fleet, as somebody would by hand, and kills it."""
-        with self.output.with_name("other.txt").open("ab") as output:
+        with output.open("wb") as file:
             popen = subprocess.Popen(
                 [sys.executable, "-m", *arguments],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
             )  # fmt: skip
         try:
             yield popen

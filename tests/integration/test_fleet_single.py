@@ -8,17 +8,18 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fleet_harness import Fleet, assert_refused, diloco
+from fleet_harness import PATIENCE_S, Fleet, assert_refused, diloco, wait_for
 
 pytestmark = pytest.mark.integration
 
-FIRST, SECOND = 40, 400
+FIRST, SECOND = 40, 200
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,31 @@ def test_one_learner_is_a_fleet(fleet: Fleet) -> None:
     assert report["contributors_histogram"] == {"1": FIRST}
     assert report["participation"] == 1.0
     assert report["evaluation_loss_after"] < report["evaluation_loss_before"] - 0.5
+
+
+def test_the_seed_is_measured_whoever_comes_first(fleet: Fleet) -> None:
+    """Nobody waits for the evaluator, so the first copy that it sees may be of a later step."""
+    evaluations = fleet.lines("evaluator", "evaluation")
+    steps = [line["global_step"] for line in evaluations]
+    assert steps[0] == 0
+    assert steps[-1] == FIRST
+    assert evaluations[0]["loss"] == fleet.report()["evaluation_loss_before"]
+
+
+def test_a_process_that_still_waits_ends_when_it_is_told(fleet: Fleet) -> None:
+    """SIGTERM before there is a synchronizer: there is no step to finish."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        common = ("--address", address, "--run-dir", str(fleet.files.root))
+        for arguments in (("train", "--learner-id", "learner-0"), ("evaluate",)):
+            output = fleet.files.root.parent / f"{arguments[0]}.txt"
+            with fleet.start_other(
+                "learner_client.cli", *arguments, *common, output=output
+            ) as process:
+                wait_for(lambda output=output: "waiting for" in output.read_text(), "its word")
+                process.terminate()
+                assert process.wait(timeout=PATIENCE_S) == 143
 
 
 def test_a_killed_run_leaves_no_orphan(fleet: Fleet) -> None:
@@ -124,9 +150,16 @@ def test_a_damaged_store_is_refused_and_left_alone(fleet: Fleet) -> None:
     content[-1] ^= 1
     newest.write_bytes(content)
     root = fleet.files.root
-    before = {path: path.read_bytes() for path in fleet.files.store.rglob("*") if path.is_file()}
+    before = contents(fleet.files.store)
     result = diloco("run", "--run-dir", str(root), "--resume", "--global-steps", "1000")
     assert_refused(result, "STORE_CORRUPT", newest.name, code=74)
-    after = {path: path.read_bytes() for path in fleet.files.store.rglob("*") if path.is_file()}
-    assert after == before
+    assert contents(fleet.files.store) == before
     assert not fleet.pids()
+    ends = {entry.name: entry.exit_code for entry in fleet.state().processes}
+    assert ends == {"synchronizer": 74, "evaluator": 143, "learner-0": 143}, "nobody was killed"
+
+
+def contents(store: Path) -> dict[Path, bytes]:
+    """What is in a store, without the name of who locked it last."""
+    files = (path for path in store.rglob("*") if path.is_file() and path.name != "lock")
+    return {path: path.read_bytes() for path in files}

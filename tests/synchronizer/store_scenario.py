@@ -10,25 +10,26 @@ import torch
 
 from decoupled_diloco.versions import Incarnation, Version
 from synchronizer_server.core.records import ContributionRecord, DropRecord, RoundRecord
-from synchronizer_server.store import FragmentTensors, RoundStore
+from synchronizer_server.merge.fragment_state import FragmentState
+from synchronizer_server.store import RoundStore
 
 RUN = "run-1"
 SIZES = (5, 1, 64)
 DESCRIPTION: dict[str, object] = {"tensors": [{"name": "w", "shape": [70]}], "settings": {"K": 1}}
 DENORMAL = 2.0**-149
 
-Fragments = dict[int, FragmentTensors]
+Fragments = dict[int, FragmentState]
 
 
-def tensors_of(fragment: int, term: int, global_step: int) -> FragmentTensors:
+def tensors_of(fragment: int, term: int, global_step: int) -> FragmentState:
     """Random tensors with denormals, negative zero and extremes, fixed by the arguments."""
     generator = torch.Generator().manual_seed(fragment + 10 * term + 1000 * global_step)
     drawn = torch.randn(3, SIZES[fragment], generator=generator)
     drawn[:, 0] = torch.tensor([DENORMAL, -0.0, 3.4028234e38])
-    return FragmentTensors(published=drawn[0], residual=drawn[1], momentum=drawn[2])
+    return FragmentState(published=drawn[0], residual=drawn[1], momentum=drawn[2])
 
 
-def version_of(tensors: FragmentTensors, term: int, global_step: int) -> Version:
+def version_of(tensors: FragmentState, term: int, global_step: int) -> Version:
     digest = hashlib.sha256(tensors.published.numpy().tobytes()).digest()
     return Version(term, global_step, digest)
 
@@ -119,7 +120,7 @@ def state_of(record: RoundRecord) -> Fragments:
     }
 
 
-def bits(fragments: Mapping[int, FragmentTensors]) -> dict[int, dict[str, bytes]]:
+def bits(fragments: Mapping[int, FragmentState]) -> dict[int, dict[str, bytes]]:
     return {
         p: {name: tensor.numpy().tobytes() for name, tensor in tensors.named().items()}
         for p, tensors in fragments.items()

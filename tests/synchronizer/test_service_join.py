@@ -169,6 +169,15 @@ async def test_the_membership_failing_alone_keeps_nobody_out(
         assert "the membership does not know that the run is seeded" in caplog.text
 
 
+async def test_a_process_that_has_left_may_come_back_under_a_new_life() -> None:
+    async with serving() as fleet:
+        a, _ = await fleet.seeded("a", "b")
+        leave = pb.LeaveRequest(learner_id="a", incarnation=a.incarnation, reason="lunch\nbreak")
+        await fleet.stub.Leave(leave)
+        assert (await a.join()).incarnation.number == 2
+        await a.open()
+
+
 async def test_nobody_joins_a_synchronizer_that_drains() -> None:
     async with serving() as fleet:
         fleet.engine.core.state.draining = True

@@ -142,7 +142,7 @@ BAD_PUSHES: dict[str, tuple[BadPush, int | None, Reason]] = {
     "earlier term": (altered(term=0), REFUSED, Reason.STALE_TERM),
     "counters": (altered(num_steps=0), DROPPED, Reason.NOT_READY),
     "more steps than trained": (altered(num_steps=50), REFUSED, Reason.BAD_COUNTERS),
-    "no tokens": (altered(num_tokens=0), REFUSED, Reason.BAD_COUNTERS),
+    "no tokens": (altered(num_tokens=0), DROPPED, Reason.NOT_READY),
     "header twice": (
         messages(lambda h, p: [pb.PushRequest(header=h)] * 2), REFUSED, Reason.MALFORMED
     ),

@@ -12,6 +12,7 @@ from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.v1 import types_pb2
 from synchronizer_server.core import events as ev
 from synchronizer_server.store.memory import MemoryStore
+from synchronizer_server.streams import ReportStream
 from tests.synchronizer.fake_learner import (
     ACCEPTED,
     FakeLearner,
@@ -167,11 +168,11 @@ async def test_a_learner_that_does_not_read_is_cut_off_and_holds_nobody() -> Non
         roster = fleet.engine.core.state.roster
         await until(lambda: roster.find("deaf").live)
         stream = fleet.engine.streams["deaf"]
-        big = pb.ReportResponse(drain=pb.Drain(reason="x" * 10_000))
-        while not stream.closed:
-            for _ in range(64):
-                fleet.engine._send(stream, big)
-            await asyncio.sleep(0)
+        await fill(stream)
+        assert not stream.closed
+        for _ in range(1024):
+            fleet.engine._send(stream, pb.ReportResponse(stop=pb.Stop()))
+        assert stream.closed
         await until(lambda: not roster.find("deaf").live)
         assert "deaf" not in fleet.engine.streams
         assert stream._queue.qsize() <= 1
@@ -189,14 +190,21 @@ async def test_a_learner_that_dies_while_it_does_not_read_is_out_at_once() -> No
         await deaf.open(read=False)
         await until(lambda: "deaf" in fleet.engine.streams)
         stream = fleet.engine.streams["deaf"]
-        big = pb.ReportResponse(drain=pb.Drain(reason="x" * 100_000))
-        for _ in range(512):
-            stream.send(big)
-        await until(lambda: stream._queue.qsize() < 512)
-        assert stream._queue.qsize() > 0, "50 MB fit in no window"
+        await fill(stream)
         assert not stream.closed
         await channel.close()
         await until(lambda: "deaf" not in fleet.engine.streams)
+
+
+async def fill(stream: ReportStream) -> None:
+    """Says more than fits in any window, until nothing moves any more."""
+    for _ in range(512):
+        stream.send(pb.ReportResponse(drain=pb.Drain(reason="x" * 100_000)))
+    before = 0
+    while before != stream._queue.qsize():
+        before = stream._queue.qsize()
+        await asyncio.sleep(0.05)
+    assert before > 0, "50 MB fit in no window"
 
 
 async def test_a_failure_of_ours_while_a_report_is_handled_ends_the_engine_loudly(

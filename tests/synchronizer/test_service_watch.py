@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decoupled_diloco.errors import Reason
+from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.v1 import types_pb2
 from decoupled_diloco.versions import Version
@@ -91,7 +91,8 @@ async def test_a_version_that_is_not_on_our_lineage_is_replaced_even_if_newer() 
         await watcher.stop()
 
 
-async def test_the_digest_decides_not_the_number() -> None:
+async def test_the_same_bits_under_another_number_are_replaced_too() -> None:
+    """A version is its number and its bits: the next outer gradient names both as its base."""
     async with serving(**alone()) as fleet:
         await fleet.seeded("a")
         watcher = FakeWatcher(fleet).start()
@@ -100,8 +101,36 @@ async def test_the_digest_decides_not_the_number() -> None:
         renamed = {i: (Version(7, 70, v.digest), t) for i, (v, t) in watcher.held.items()}
         again = FakeWatcher(fleet).start(renamed)
         await until(lambda: again.caught_up)
-        assert again.kinds == []
+        assert again.held.keys() == watcher.held.keys()
+        assert all(again.held[i][0] == v for i, (v, _) in watcher.held.items())
         await again.stop()
+
+
+async def test_a_round_that_would_publish_nan_changes_nothing_and_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It makes a version with the same bits, which watchers follow and learners build on."""
+
+    def diverged(*_: object) -> object:
+        raise DilocoError(Reason.NON_FINITE, "the run has diverged")
+
+    async with serving(**alone()) as fleet:
+        (a,) = await fleet.seeded("a")
+        watcher = FakeWatcher(fleet).start()
+        await until(watcher.follows)
+        before = fleet.published()
+        with monkeypatch.context() as patched:
+            patched.setattr("synchronizer_server.tensors.advance", diverged)
+            await rounds(fleet, a, 1)
+        after = fleet.published()
+        assert after[1][1] == before[1][1]
+        assert (after[1][0].global_step, before[1][0].global_step) == (1, 0)
+        assert "round 1 changes nothing" in caplog.text
+        await rounds(fleet, a, 4)
+        assert fleet.published()[1][1] != before[1][1]
+        await until(watcher.follows)
+        assert all(watcher.held[i][0] == v for i, (v, _) in fleet.published().items())
+        await watcher.stop()
 
 
 async def test_a_watcher_that_reads_nothing_slows_nobody_and_grows_no_memory() -> None:

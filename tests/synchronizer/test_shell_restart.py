@@ -226,6 +226,34 @@ async def test_the_quorum_of_an_operator_outlives_a_restart() -> None:
         assert (await second.status()).quorum == 3
 
 
+async def test_a_quorum_that_cannot_be_asked_for_is_that_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def away(self: MemoryMembership) -> int | None:
+        raise DilocoError(Reason.MEMBERSHIP_UNAVAILABLE, "redis does not answer")
+
+    store = MemoryStore()
+    first = await Fleet(store=store).start()
+    await first.seeded("a")
+    await first.stop()
+    monkeypatch.setattr(MemoryMembership, "get_quorum", away)
+    async with serving(store=store, settings=make_settings(quorum=2)) as second:
+        assert (await second.status()).quorum == 2
+    assert "quorum 2 from the settings" in caplog.text
+
+
+@pytest.mark.parametrize("layout", [None, {}, {"tensors": [{}], "fingerprint": "x"}])
+async def test_a_layout_that_cannot_be_read_is_a_corrupt_store(layout: object) -> None:
+    store = MemoryStore()
+    first = await Fleet(store=store).start()
+    await first.seeded("a")
+    await first.stop()
+    store._run = {"layout": layout}
+    with pytest.raises(DilocoError) as caught:
+        await Fleet(store=store).start()
+    assert caught.value.reason is Reason.STORE_CORRUPT
+
+
 async def test_a_record_holds_what_happened_in_its_round(tmp_path: Path) -> None:
     journal = tmp_path / "events.jsonl"
     first = await fleet_on(tmp_path, journal=journal).start()

@@ -9,6 +9,7 @@ import pytest
 
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
+from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.runner import ThreadRunner
 from synchronizer_server.store.memory import MemoryStore
 from tests.synchronizer.fake_learner import FakeWatcher, make_settings, serving, until
@@ -52,6 +53,32 @@ async def test_a_round_that_cannot_be_persisted_is_not_published_and_tried_again
         await until(watcher.follows)
         assert [v.global_step for v, _ in fleet.published().values()] == [0, 1, 2, 0]
         await watcher.stop()
+
+
+async def test_a_record_counts_the_tokens_of_its_own_cut_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Round 2 is accepted before round 1 is persisted; a crash in between forgets its tokens."""
+    monkeypatch.setattr("synchronizer_server.engine.PERSIST_RETRY_S", 0.02)
+    store = FailingStore()
+    async with serving(settings=make_settings(num_learners=1), store=store) as fleet:
+        (a,) = await fleet.seeded("a")
+        store.reason = Reason.DISK_FULL
+        await a.turn()
+        await a.turn()
+        with monkeypatch.context() as patched:
+            patched.setattr(FailingStore, "commit", only_round_1)
+            store.reason = None
+            await fleet.committed_is(1)
+        record, _ = store.load()
+        assert (record.global_step, record.num_tokens_merged) == (1, 64)
+        assert fleet.engine.core.state.roster.find("a").num_tokens_merged == 128
+
+
+def only_round_1(self: FailingStore, record: RoundRecord, fragments: object) -> None:
+    if record.global_step > 1:
+        raise DilocoError(Reason.DISK_FULL, "no space left on the disk")
+    MemoryStore.commit(self, record, fragments)
 
 
 class GatedRunner(ThreadRunner):

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from decoupled_diloco.errors import DilocoError, Reason
-from synchronizer_server.store import DiskStore, FragmentTensors, MemoryStore, RoundStore
+from synchronizer_server.merge.fragment_state import FragmentState
+from synchronizer_server.store import DiskStore, MemoryStore, RoundStore
 from tests.synchronizer.store_scenario import (
     DENORMAL,
     DESCRIPTION,
@@ -146,7 +147,7 @@ def test_committed_tensors_are_copies(reopen: Reopen) -> None:
 def test_tensors_may_share_memory(reopen: Reopen, shared: str) -> None:
     record, fragments = seed()
     zeros = torch.zeros(2, SIZES[0])
-    fragments[0] = FragmentTensors(
+    fragments[0] = FragmentState(
         published=fragments[0].published,
         residual=zeros[0],
         momentum=zeros[0] if shared == "same tensor" else zeros[1],
@@ -167,11 +168,11 @@ def test_misuse_is_caught_before_anything_is_written(reopen: Reopen) -> None:
     after, fragments = following(record)
     other = {(p + 1) % 3: tensors for p, tensors in fragments.items()}
     swapped = {
-        p: FragmentTensors(published=t.momentum, residual=t.residual, momentum=t.published)
+        p: FragmentState(published=t.momentum, residual=t.residual, momentum=t.published)
         for p, t in fragments.items()
     }
     doubled = {
-        p: FragmentTensors(published=t.published, residual=t.residual.double(), momentum=t.momentum)
+        p: FragmentState(published=t.published, residual=t.residual.double(), momentum=t.momentum)
         for p, t in fragments.items()
     }
     for wrong in ({}, other, swapped, doubled):

@@ -6,7 +6,7 @@ import torch
 
 from decoupled_diloco.codecs import get_codec
 from decoupled_diloco.versions import Version
-from synchronizer_server.tensors import vector_digest
+from synchronizer_server.merge.fragment_state import vector_digest
 from synchronizer_server.updates import UpdateBook, make_update
 
 NUM_ELEMENTS = 64

@@ -1,0 +1,1 @@
+"""Long forms of what the project claims; `make proof-NAME` runs one."""
