@@ -73,7 +73,7 @@ proof-%: FORCE
 		echo "error: no proof is called $*; there are: $(or $(PROOFS),none yet)" >&2; exit 64; fi
 	@$(MAKE) --no-print-directory $(STAMP)
 	@$(BIN)/python -u -m benchmarks.proofs.$(subst -,_,$*) $(ARGS) \
-		| tee benchmarks/proofs/$(subst -,_,$*).txt
+		| tee benchmarks/proofs/$*.txt
 
 .PHONY: FORCE
 FORCE:

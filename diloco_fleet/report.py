@@ -12,7 +12,15 @@ from typing import Any
 
 from diloco_fleet.goodput import Stepping, measure_stepping
 from diloco_fleet.lineage import lost_rounds
-from diloco_fleet.metrics import EVALUATOR, FLEET, SYNCHRONIZER, Round, RunMetrics, Step
+from diloco_fleet.metrics import (
+    EVALUATOR,
+    FLEET,
+    SYNCHRONIZER,
+    Evaluation,
+    Round,
+    RunMetrics,
+    Step,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +133,8 @@ def compute_report(
     starts = metrics.marks_of(SYNCHRONIZER, "start")
     num_bytes_up, num_bytes_down = count_bytes(metrics.rounds, [mark.time for mark in starts])
     tokens = sum(step.num_tokens for records in metrics.steps.values() for step in records)
-    evaluations = metrics.evaluations
-    seed = next((entry for entry in evaluations if entry.global_step == 0), None)
-    last = max(evaluations, key=lambda entry: entry.global_step, default=None)
+    seed, last = _first_and_last_evaluation(metrics.evaluations)
     restarts = count_restarts(metrics)
-    num_contributions = sum(len(entry.contributors) for entry in rounds)
-    num_live = sum(_num_live(entry) for entry in rounds)
     num_parameters, num_fragments = _layout(metrics)
     return Report(
         run_id=run_id,
@@ -145,15 +149,12 @@ def compute_report(
         goodput=stepping.goodput if stepping else None,
         uptime=stepping.uptime if stepping else None,
         window_s=stepping.window_s if stepping else None,
-        participation=num_contributions / num_live if num_live else None,
+        participation=_participation(rounds),
         measured_h=_measured_h(rounds),
         contributors_histogram=_histogram(rounds),
         contributions=_contributions(rounds),
         bytes_per_parameter_per_sync=_bytes_per_parameter(
-            num_bytes_up + num_bytes_down,
-            num_live=num_live,
-            num_parameters=num_parameters,
-            num_fragments=num_fragments,
+            num_bytes_up + num_bytes_down, rounds, num_parameters, num_fragments
         ),
         bytes_up=num_bytes_up,
         bytes_down=num_bytes_down,
@@ -222,6 +223,19 @@ def _layout(metrics: RunMetrics) -> tuple[int, int]:
     return 0, len({entry.fragment for entry in metrics.rounds})
 
 
+def _first_and_last_evaluation(
+    evaluations: Sequence[Evaluation],
+) -> tuple[Evaluation | None, Evaluation | None]:
+    """The evaluation of the seed, and that of the newest published copy."""
+    seed = next((entry for entry in evaluations if entry.global_step == 0), None)
+    return seed, max(evaluations, key=lambda entry: entry.global_step, default=None)
+
+
+def _participation(rounds: Sequence[Round]) -> float | None:
+    num_live = _num_live(rounds)
+    return sum(len(entry.contributors) for entry in rounds) / num_live if num_live else None
+
+
 def _measured_h(rounds: Sequence[Round]) -> float | None:
     weighted = [
         (entry.measured_h, len(entry.contributors))
@@ -262,13 +276,15 @@ def count_bytes(rounds: Sequence[Round], starts: Sequence[float]) -> tuple[int, 
     return sum(entry.bytes_up for entry in lives), sum(entry.bytes_down for entry in lives)
 
 
-def _num_live(entry: Round) -> int:
-    return len({*entry.live, *entry.contributors})
+def _num_live(rounds: Sequence[Round]) -> int:
+    """Live learners, summed over the rounds; each contributor counts as live."""
+    return sum(len({*entry.live, *entry.contributors}) for entry in rounds)
 
 
 def _bytes_per_parameter(
-    num_bytes: int, *, num_live: int, num_parameters: int, num_fragments: int
+    num_bytes: int, rounds: Sequence[Round], num_parameters: int, num_fragments: int
 ) -> float | None:
+    num_live = _num_live(rounds)
     if not (num_parameters and num_fragments and num_live):
         return None
     return num_bytes / (num_parameters / num_fragments * num_live)

@@ -39,7 +39,8 @@ async def watch(engine: Engine, request: pb.WatchRequest) -> AsyncIterator[pb.Wa
             if not sent:
                 yield pb.WatchResponse(caught_up=pb.CaughtUp(clock=engine.clock_message()))
         if not sent:
-            await published.wait()
+            if not engine.closed:  # or it was closed while this watcher was being served
+                await published.wait()
             if engine.closed:
                 raise DilocoError(Reason.DRAINING, "the synchronizer stops; watch again later")
             _learner(engine, request)

@@ -144,7 +144,7 @@ async def test_a_silent_learner_is_told_that_it_is_gone_and_may_open_again() -> 
 
 
 async def test_heartbeats_alone_keep_a_learner_live() -> None:
-    settings = make_settings(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4)
+    settings = make_settings(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.5)
     async with serving(settings=settings) as fleet:
         a, b = await fleet.learner("a"), await fleet.learner("b")
         ending = asyncio.ensure_future(b.end())
