@@ -8,16 +8,17 @@ from decoupled_diloco.settings import PROTOCOL_VERSION, RunSettings
 from decoupled_diloco.settings_proto import settings_from_proto
 from decoupled_diloco.v1 import synchronizer_pb2, types_pb2
 from decoupled_diloco.versions import Version
+from decoupled_diloco.wire import (
+    held_to,
+    incarnation_from,
+    incarnation_to,
+    malformed,
+    tensors_to,
+)
 from learner_client.checkpoint import SavedState
 from learner_client.core.learner_core import LearnerCore
 from learner_client.exchange import Grant
 from learner_client.link import Link
-from learner_client.messages import (
-    held_to_proto,
-    incarnation_from_proto,
-    incarnation_to_proto,
-    specs_to_proto,
-)
 
 
 class Admission:
@@ -50,12 +51,10 @@ class Admission:
             learner_id=link.identity.learner_id,
             request_id=self._request_id,
             layout_fingerprint="" if layout is None else layout.fingerprint,
-            tensors=specs_to_proto(tensors),
-            held=held_to_proto(held),
+            tensors=tensors_to(tensors),
+            held=held_to(held),
             clock=link.clock(),
-            previous_incarnation=(
-                None if before is None else incarnation_to_proto(before.incarnation)
-            ),
+            previous_incarnation=(None if before is None else incarnation_to(before.incarnation)),
             claim=self._claim,
             labels=link.identity.labels,
         )
@@ -110,7 +109,9 @@ class Admission:
 
 
 def _read_grant(response: synchronizer_pb2.JoinResponse) -> Grant:
-    incarnation = incarnation_from_proto(response.incarnation)
+    incarnation = incarnation_from(response.incarnation)
+    if incarnation.number < 1:
+        raise malformed("the synchronizer granted no incarnation")
     settings = settings_from_proto(response.settings)
     if response.shard >= settings.num_learners:
         raise DilocoError(

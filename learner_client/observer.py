@@ -15,8 +15,8 @@ from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.layout import Layout
 from decoupled_diloco.v1 import synchronizer_pb2
 from decoupled_diloco.versions import Version
+from decoupled_diloco.wire import held_to
 from learner_client.core.retry import Backoff, is_fatal
-from learner_client.messages import held_to_proto
 from learner_client.transport.base import Transport
 from learner_client.updates import FRAGMENT_BROKEN, UpdateStager, apply_update
 
@@ -100,7 +100,7 @@ class Observer:
         request = synchronizer_pb2.WatchRequest(
             run_id=self._run_id,
             watcher_id=self._name,
-            held=held_to_proto({p: version for p, (version, _) in self._held.items()}),
+            held=held_to({p: version for p, (version, _) in self._held.items()}),
             layout_fingerprint=self._layout.fingerprint,
         )
         async with contextlib.aclosing(self._transport.watch(request)) as responses:

@@ -10,8 +10,8 @@ from decoupled_diloco.codecs import Payload, get_codec, iter_chunks, payload_dig
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import synchronizer_pb2, types_pb2
 from decoupled_diloco.versions import Incarnation
+from decoupled_diloco.wire import incarnation_to, version_to
 from learner_client.exchange import PushWork
-from learner_client.messages import incarnation_to_proto, version_to_proto
 from learner_client.transport.base import Transport
 
 
@@ -45,12 +45,12 @@ def push_header(
     return synchronizer_pb2.PushHeader(
         kind=synchronizer_pb2.PUSH_KIND_OUTER_GRADIENT,
         learner_id=learner_id,
-        incarnation=incarnation_to_proto(incarnation),
+        incarnation=incarnation_to(incarnation),
         term=pull.term,
         group=pull.group,
         global_step=pull.global_step,
         fragment=pull.fragment,
-        base=version_to_proto(stamp.base),
+        base=version_to(stamp.base),
         local_step=stamp.local_step,
         num_tokens=counters.num_tokens,
         num_steps=counters.num_steps,
@@ -72,7 +72,7 @@ def seed_header(
     return synchronizer_pb2.PushHeader(
         kind=synchronizer_pb2.PUSH_KIND_SEED,
         learner_id=learner_id,
-        incarnation=incarnation_to_proto(incarnation),
+        incarnation=incarnation_to(incarnation),
         term=term,
         fragment=fragment,
         encoding=encoding,

@@ -17,7 +17,7 @@ from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.layout import Layout
 from decoupled_diloco.v1 import synchronizer_pb2, types_pb2
 from decoupled_diloco.versions import Version, digest_of
-from learner_client.messages import version_from_proto
+from decoupled_diloco.wire import version_from
 
 LOSSLESS: Final = ("fp32", "fp32+zstd")
 """Codecs in which a whole published copy may come."""
@@ -103,8 +103,8 @@ class UpdateStager:
         is_delta = header.kind == synchronizer_pb2.UPDATE_KIND_DELTA
         return StagedUpdate(
             fragment=header.fragment,
-            base=version_from_proto(header.base) if is_delta else None,
-            result=version_from_proto(header.result),
+            base=version_from(header.base) if is_delta else None,
+            result=version_from(header.result),
             codec=header.encoding.codec,
             num_elements=header.encoding.num_elements,
             payload=payload,
@@ -155,9 +155,9 @@ def _check_encoding(header: synchronizer_pb2.UpdateHeader, num_elements: int) ->
             f"an update of fragment {header.fragment} has {encoding.num_elements} elements; the "
             f"fragment has {num_elements}",
         )
-    version_from_proto(header.result)
+    version_from(header.result)
     if header.kind == synchronizer_pb2.UPDATE_KIND_DELTA:
-        version_from_proto(header.base)
+        version_from(header.base)
     elif header.kind != synchronizer_pb2.UPDATE_KIND_FULL:
         raise DilocoError(
             Reason.MALFORMED, f"an update of fragment {header.fragment} is of no known kind"

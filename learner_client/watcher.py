@@ -12,10 +12,10 @@ import torch
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import synchronizer_pb2
 from decoupled_diloco.versions import Version
+from decoupled_diloco.wire import held_to, incarnation_to
 from learner_client.core.retry import Backoff
 from learner_client.exchange import Grant, Update
 from learner_client.link import Link
-from learner_client.messages import held_to_proto, incarnation_to_proto
 from learner_client.updates import FRAGMENT_BROKEN, StagedUpdate, UpdateStager, apply_update
 
 _LOG = logging.getLogger("learner_client")
@@ -101,8 +101,8 @@ class Watcher:
         request = synchronizer_pb2.WatchRequest(
             run_id=grant.settings.run_id,
             watcher_id=link.identity.learner_id,
-            incarnation=incarnation_to_proto(grant.incarnation),
-            held=held_to_proto(self.versions),
+            incarnation=incarnation_to(grant.incarnation),
+            held=held_to(self.versions),
             layout_fingerprint=layout.fingerprint,
             clock=link.clock(),
         )

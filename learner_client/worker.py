@@ -20,6 +20,7 @@ import torch
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import synchronizer_pb2
 from decoupled_diloco.versions import Incarnation
+from decoupled_diloco.wire import incarnation_to
 from learner_client.admission import Admission
 from learner_client.checkpoint import SavedState
 from learner_client.core.connection import Event, State
@@ -28,7 +29,6 @@ from learner_client.core.reports import StepReport
 from learner_client.core.retry import REJOIN, Backoff, is_fatal
 from learner_client.exchange import Exchange, Grant
 from learner_client.link import Identity, Link
-from learner_client.messages import incarnation_to_proto
 from learner_client.parameters import Parameters
 from learner_client.pusher import Pusher
 from learner_client.runtime import Runtime
@@ -287,7 +287,7 @@ class Worker:
         yield synchronizer_pb2.ReportRequest(
             hello=synchronizer_pb2.ReportHello(
                 learner_id=self._identity.learner_id,
-                incarnation=incarnation_to_proto(grant.incarnation),
+                incarnation=incarnation_to(grant.incarnation),
                 clock=link.clock(),
             )
         )
@@ -322,7 +322,7 @@ class Worker:
         if grant is not None and state not in (State.FENCED, State.REFUSED):
             request = synchronizer_pb2.LeaveRequest(
                 learner_id=self._identity.learner_id,
-                incarnation=incarnation_to_proto(grant.incarnation),
+                incarnation=incarnation_to(grant.incarnation),
                 reason=self._stop_reason,
                 clock=link.clock(),
             )

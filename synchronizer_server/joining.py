@@ -13,8 +13,9 @@ from decoupled_diloco.settings import PROTOCOL_VERSION
 from decoupled_diloco.settings_proto import settings_to_proto
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.versions import Incarnation
+from decoupled_diloco.wire import incarnation_to, malformed, tensors_from
 from synchronizer_server.commits import layout_description
-from synchronizer_server.convert import check_id, incarnation_to, malformed, tensors_from
+from synchronizer_server.convert import check_id
 from synchronizer_server.core import events as ev
 from synchronizer_server.core.roster import LearnerState
 from synchronizer_server.engine import Engine

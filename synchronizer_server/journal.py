@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
-
-from decoupled_diloco.errors import Reason, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -17,40 +17,57 @@ logger = logging.getLogger(__name__)
 class Journal:
     """Appends events to a file; without a path it writes nothing.
 
-    Losing a line never harms training: an error is logged once and the journal goes silent.
+    Losing a line never harms training: where the disk is full, lines are lost until it is not, and
+    the log says so once at each end. A line that was torn, by that or by the death of an earlier
+    life, is ended before the next one.
 
     Args:
         path: the file, appended to over restarts.
         wall: wall clock, seconds since the epoch; for people, never for decisions.
-
-    Raises:
-        UsageError: CONFIG_INVALID where the file cannot be written.
     """
 
     def __init__(self, path: Path | None, wall: Callable[[], float] = time.time) -> None:
         self._wall = wall
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._num_lost = 0
+        self._torn = False
         if path is not None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = path.open("a", encoding="utf-8", buffering=1)
-            except OSError as error:
-                raise UsageError(
-                    Reason.CONFIG_INVALID, f"journal {path} cannot be written: {error}"
-                ) from error
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._torn = _is_torn(path)
+            self._file = path.open("ab", buffering=0)
 
     def write(self, kind: str, **fields: object) -> None:
         """Appends one event."""
         if self._file is None:
             return
+        line = json.dumps({"kind": kind, "time": self._wall(), **fields}) + "\n"
+        content = (("\n" if self._torn else "") + line).encode()
         try:
-            self._file.write(json.dumps({"kind": kind, "time": self._wall(), **fields}) + "\n")
+            if self._file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            logger.error("the journal ends here: %s", error)
-            self._file = None
+            self._torn = True
+            self._num_lost += 1
+            if self._num_lost == 1:
+                logger.error("the journal loses lines: %s", error)
+            return
+        self._torn = False
+        if self._num_lost:
+            logger.warning("the journal goes on; %d lines were lost", self._num_lost)
+            self._num_lost = 0
 
     def close(self) -> None:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a file's last line has no end."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:  # it is missing or empty
+        return False

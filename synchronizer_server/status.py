@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from decoupled_diloco.v1 import admin_pb2 as pb
-from synchronizer_server.convert import incarnation_to, versions_to
+from decoupled_diloco.wire import held_to, incarnation_to
 from synchronizer_server.core.roster import Learner
 from synchronizer_server.core.rounds import Round
 from synchronizer_server.engine import Engine
@@ -35,7 +35,7 @@ def status_message(engine: Engine, labels: Mapping[str, Mapping[str, str]]) -> p
         ],
         rounds=[_round(r) for r in state.rounds],
         learners=[_learner(engine, x, now, labels.get(x.learner_id, {})) for x in learners],
-        versions=versions_to(engine.updates.versions()),
+        versions=held_to(dict(enumerate(engine.updates.versions()))),
         pace=pb.PaceStatus(
             step_seconds=pace.step_s or 0.0,
             quorum_seconds=pace.quorum_s or 0.0,

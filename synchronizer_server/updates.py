@@ -12,7 +12,7 @@ from decoupled_diloco.codecs import Payload, get_codec, iter_chunks, payload_dig
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.v1 import types_pb2
 from decoupled_diloco.versions import Version
-from synchronizer_server.convert import version_to
+from decoupled_diloco.wire import version_to
 
 FULL_CODEC = "fp32"
 """Full fragments are lossless."""

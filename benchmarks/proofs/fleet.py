@@ -135,6 +135,13 @@ def strike(files: RunFiles, blow: Blow, global_step: int) -> Strike | None:
     return Strike(blow=blow, time=now, global_step=global_step)
 
 
+def recovered(files: RunFiles, struck: Strike) -> bool:
+    """Whether what was struck takes part again, so that blows do not blur into one another."""
+    after = aftermath(read_metrics(files.metrics), struck)
+    wanted = NUM_LEARNERS if struck.blow.process == SYNCHRONIZER else 1
+    return after.contributions_after >= wanted
+
+
 def play(root: Path, arguments: list[str], num_steps: int, blows: tuple[Blow, ...]) -> list[Strike]:
     """Runs a fleet to its end and deals the blows at their times."""
     files, strikes, left = RunFiles(root), [], list(blows)
@@ -143,7 +150,8 @@ def play(root: Path, arguments: list[str], num_steps: int, blows: tuple[Blow, ..
         while process.poll() is None:
             time.sleep(0.5)
             now = committed(files)
-            if left and now >= left[0].at * num_steps:
+            due = bool(left) and now >= left[0].at * num_steps
+            if due and (not strikes or recovered(files, strikes[-1])):
                 dealt = strike(files, left[0], now)
                 if dealt is not None:
                     print(f"--- {left[0].number.name} to {left[0].process} at global step {now}")
@@ -295,12 +303,17 @@ def print_blows(found: list[Aftermath]) -> None:
 @click.option("--global-steps", default=800, show_default=True, help="length of both runs")
 @click.option("--pace", default=0.0, show_default=True, help="shortest inner step, seconds")
 @click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="settings, TOML")
+@click.option("--keep", type=click.Path(path_type=Path), help="folder that keeps both runs")
 @click.option("--write/--no-write", default=True, help="write fleet.json")
-def main(global_steps: int, pace: float, config: Path | None, write: bool) -> None:
+def main(
+    global_steps: int, pace: float, config: Path | None, keep: Path | None, write: bool
+) -> None:
     arguments = ["--pace", str(pace)]
     arguments += ["--config", str(config.resolve())] if config else []
     with tempfile.TemporaryDirectory(prefix="proof-fleet-") as folder:
-        quiet, rough = Path(folder, "undisturbed"), Path(folder, "disturbed")
+        quiet, rough = (
+            Path(keep or folder).resolve() / name for name in ("undisturbed", "disturbed")
+        )
         play(quiet, arguments, global_steps, ())
         slow = [*arguments, "--slow-learner", HALF_SPEED]
         strikes = play(rough, slow, global_steps, BLOWS)

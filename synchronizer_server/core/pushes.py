@@ -206,15 +206,9 @@ class PushDesk:
     def _check(self, event: PushOpened) -> Verdict | None:
         """Returns why this push cannot be accepted, or None."""
         key, state = event.key, self.state
-        known = state.roster.find(key.learner_id)
-        if known is None:
-            return _refused(Reason.UNKNOWN_LEARNER, f"{key.learner_id} has not joined; join again")
-        if known.incarnation != key.incarnation:
-            return _refused(
-                Reason.FENCED,
-                f"{key.learner_id} lives on as incarnation {known.incarnation}; this one "
-                f"({key.incarnation}) is fenced",
-            )
+        stranger = state.roster.why_not_current(key.learner_id, key.incarnation, state.term)
+        if stranger is not None:
+            return _refused(*stranger)
         if event.term != state.term:
             return _refused(
                 Reason.STALE_TERM, f"term {event.term} is over, {state.term} leads; join again"

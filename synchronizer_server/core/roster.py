@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from decoupled_diloco.errors import Reason
 from decoupled_diloco.versions import Incarnation
 from synchronizer_server.core.events import LearnerJoined, StepReported
 
@@ -116,6 +117,28 @@ class Roster:
         """Returns the learner if that is its newest incarnation; None when unknown or fenced."""
         learner = self._learners.get(learner_id)
         return learner if learner is not None and learner.incarnation == incarnation else None
+
+    def why_not_current(
+        self, learner_id: str, incarnation: Incarnation, term: int
+    ) -> tuple[Reason, str] | None:
+        """Why this incarnation may not act now; None where it may.
+
+        FENCED where a later one has joined, and that process must stop; STALE_TERM and
+        UNKNOWN_LEARNER where the same process is to join again.
+        """
+        known = self._learners.get(learner_id)
+        if known is None or known.incarnation < incarnation:
+            return Reason.UNKNOWN_LEARNER, f"{learner_id[:40]} has not joined; join again"
+        if known.incarnation > incarnation:
+            return Reason.FENCED, (
+                f"{learner_id} lives on as incarnation {known.incarnation}; this one "
+                f"({incarnation}) is fenced and must stop"
+            )
+        if incarnation.term != term:
+            return Reason.STALE_TERM, (
+                f"incarnation {incarnation} is of an earlier term, {term} leads; join again"
+            )
+        return None
 
     def live(self) -> Sequence[Learner]:
         """Live learners, by id."""

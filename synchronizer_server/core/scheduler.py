@@ -17,7 +17,7 @@ from synchronizer_server.core.effects import (
 )
 from synchronizer_server.core.events import PersistFailed, PushKey, RoundMerged, RoundPersisted
 from synchronizer_server.core.pushes import PushDesk
-from synchronizer_server.core.roster import Learner
+from synchronizer_server.core.roster import Learner, LearnerState
 from synchronizer_server.core.rounds import Pending, Round, RoundInput, RoundState
 from synchronizer_server.core.state import CoreState
 
@@ -174,7 +174,8 @@ class Scheduler:
         state = self.state
         if not round_.startup or round_.global_step != state.first_step:
             return 0
-        return max(state.settings.num_learners - len(state.roster.live()), 0)
+        here = sum(x.live or x.state is LearnerState.LEFT for x in state.roster)
+        return max(state.settings.num_learners - here, 0)
 
     def _ask(self, round_: Round, candidates: list[Learner], now: float) -> None:
         state = self.state

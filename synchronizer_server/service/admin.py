@@ -9,7 +9,7 @@ from decoupled_diloco.settings import PROTOCOL_VERSION
 from decoupled_diloco.settings_proto import settings_to_proto
 from decoupled_diloco.v1 import admin_pb2 as pb
 from decoupled_diloco.v1 import admin_pb2_grpc as rpc
-from synchronizer_server.convert import tensors_to
+from decoupled_diloco.wire import tensors_to
 from synchronizer_server.engine import Engine
 from synchronizer_server.joining import JoinDesk
 from synchronizer_server.service.synchronizer import Context, answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.errors import DilocoError
 from decoupled_diloco.versions import Incarnation
 from synchronizer_server.core.roster import Learner
 from synchronizer_server.engine import Engine
@@ -15,19 +15,10 @@ def require_current(engine: Engine, learner_id: str, incarnation: Incarnation) -
         DilocoError: FENCED where a later incarnation has joined (that process must stop);
             STALE_TERM or UNKNOWN_LEARNER where the same process is to join again.
     """
-    known = engine.core.state.roster.find(learner_id)
-    if known is None or known.incarnation < incarnation:
-        raise DilocoError(Reason.UNKNOWN_LEARNER, f"{learner_id[:40]} has not joined; join again")
-    if known.incarnation > incarnation:
-        raise DilocoError(
-            Reason.FENCED,
-            f"{learner_id} lives on as incarnation {known.incarnation}; this one ({incarnation}) "
-            "is fenced and must stop",
-        )
-    if incarnation.term != engine.core.state.term:
-        raise DilocoError(
-            Reason.STALE_TERM,
-            f"incarnation {incarnation} is of an earlier term, {engine.core.state.term} leads; "
-            "join again",
-        )
-    return known
+    state = engine.core.state
+    stranger = state.roster.why_not_current(learner_id, incarnation, state.term)
+    if stranger is not None:
+        raise DilocoError(*stranger)
+    learner = state.roster.find(learner_id)
+    assert learner is not None, "current"
+    return learner

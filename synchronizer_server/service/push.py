@@ -12,7 +12,7 @@ from decoupled_diloco.codecs import Stager, get_codec
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.v1 import types_pb2
-from synchronizer_server.convert import check_count, incarnation_from, malformed, version_from
+from decoupled_diloco.wire import check_count, incarnation_from, malformed, version_from
 from synchronizer_server.core import events as ev
 from synchronizer_server.core.events import PushKey
 from synchronizer_server.engine import Engine

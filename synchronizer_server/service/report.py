@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 from decoupled_diloco.errors import reason_of
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.versions import Incarnation
-from synchronizer_server.convert import check_count, incarnation_from, loss_from, malformed
+from decoupled_diloco.wire import check_count, incarnation_from, malformed
+from synchronizer_server.convert import loss_from
 from synchronizer_server.core import events as ev
 from synchronizer_server.engine import Engine
 from synchronizer_server.service.identity import require_current

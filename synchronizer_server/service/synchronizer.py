@@ -12,7 +12,7 @@ from decoupled_diloco.channel import abort
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.v1 import synchronizer_pb2_grpc as rpc
-from synchronizer_server.convert import incarnation_from
+from decoupled_diloco.wire import incarnation_from
 from synchronizer_server.core import events as ev
 from synchronizer_server.engine import Engine
 from synchronizer_server.joining import JoinDesk

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.versions import Version
-from synchronizer_server.convert import check_id, held_from, incarnation_from
+from decoupled_diloco.wire import held_from, incarnation_from
+from synchronizer_server.convert import check_id
 from synchronizer_server.engine import Engine
 from synchronizer_server.service.identity import require_current
 from synchronizer_server.updates import Update

@@ -49,7 +49,7 @@ MUTANTS = (
            "        if lineage.contributed_since(key.fragment, key.learner_id, event.base):",
            "        if False:"),
     Mutant("the_incarnation_is_not_checked", "pushes",
-           "        if known.incarnation != key.incarnation:", "        if False:"),
+           "        if stranger is not None:", "        if False:"),
     Mutant("the_term_is_not_checked", "pushes",
            "        if event.term != state.term:", "        if False:"),
     Mutant("a_foreign_base_is_accepted", "pushes",

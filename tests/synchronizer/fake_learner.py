@@ -20,8 +20,8 @@ from decoupled_diloco.settings import PROTOCOL_VERSION, RunSettings
 from decoupled_diloco.v1 import admin_pb2, admin_pb2_grpc, synchronizer_pb2_grpc, types_pb2
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.versions import Version, digest_of
+from decoupled_diloco.wire import tensors_to, version_to
 from synchronizer_server.assembly import Outside, assemble
-from synchronizer_server.convert import tensors_to, version_to
 from synchronizer_server.core import events as ev
 from synchronizer_server.membership.memory import MemoryMembership
 from synchronizer_server.runner import Runner, ThreadRunner

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 from core_script import settings
 
-from decoupled_diloco.errors import DilocoError
 from decoupled_diloco.versions import Incarnation
 from synchronizer_server.core.events import LearnerJoined, StepReported
 from synchronizer_server.core.pacing import Pace
 from synchronizer_server.core.roster import Roster
-from synchronizer_server.core.weights import contribution_weight
 
 
 def pace(step=None, quorum=None, sync=None, **changes):
@@ -100,16 +98,6 @@ def test_a_report_of_several_steps_counts_as_several():
     for now in (1.5, 2.5, 3.5):
         assert roster.reported(learner, event, now) is (now == 1.5)
     assert learner.intervals[-1] == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(("tokens", "steps"), [(0, 1), (1, 0), (-1, 1), (2**53 + 1, 1), (1, 2**60)])
-def test_counters_that_cannot_be_have_no_weight(tokens, steps):
-    with pytest.raises(DilocoError, match="cannot be"):
-        contribution_weight(tokens, steps)
-
-
-def test_weight_is_quantity_times_quality():
-    assert contribution_weight(600, 3) == 600 * 200.0
 
 
 def test_a_report_tells_versions_and_loss_and_keeps_them_where_the_next_one_does_not():

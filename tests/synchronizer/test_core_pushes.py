@@ -37,7 +37,7 @@ def asked() -> Script:
         ({"tokens": 2**53 + 1}, "a refused BAD_COUNTERS"),
         ({"term": 0}, "a refused STALE_TERM"),
         ({"term": 2}, "a refused STALE_TERM"),
-        ({"life": Incarnation(1, 7)}, "a refused FENCED"),
+        ({"life": Incarnation(1, 7)}, "a refused UNKNOWN_LEARNER"),
         ({"life": Incarnation(0, 1)}, "a refused FENCED"),
         ({"t": 8}, "a refused NOT_ASKED"),
         ({"t": 0}, "a refused NOT_ASKED"),

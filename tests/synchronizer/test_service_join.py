@@ -11,7 +11,7 @@ from decoupled_diloco.layout import TensorSpec
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.v1 import types_pb2
 from decoupled_diloco.versions import Incarnation
-from synchronizer_server.convert import tensors_to
+from decoupled_diloco.wire import tensors_to
 from synchronizer_server.membership.memory import MemoryMembership
 from tests.synchronizer.fake_learner import (
     REFUSED,

@@ -13,7 +13,7 @@ from decoupled_diloco.codecs import get_codec, payload_digest
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.v1 import types_pb2
-from synchronizer_server.convert import version_to
+from decoupled_diloco.wire import version_to
 from tests.synchronizer.fake_learner import (
     ACCEPTED,
     DROPPED,

@@ -31,8 +31,8 @@ from decoupled_diloco.v1 import (
     types_pb2,
 )
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
+from decoupled_diloco.wire import tensors_to
 from synchronizer_server.cli import main
-from synchronizer_server.convert import tensors_to
 from synchronizer_server.server import Server
 from synchronizer_server.settings import ServerSettings
 from tests.synchronizer.fake_learner import TENSORS, layout_of, make_settings, vector_for

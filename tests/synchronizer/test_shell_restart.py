@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.wire import version_to
 from synchronizer_server.commits import Committer
-from synchronizer_server.convert import version_to
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.membership.memory import MemoryMembership
 from synchronizer_server.store import DiskStore, MemoryStore

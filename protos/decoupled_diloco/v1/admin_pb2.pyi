@@ -322,7 +322,7 @@ class LearnerStatus(_message.Message):
     tokens_per_second: _builtins.float
     """Tokens per second over the last reports."""
     versions_behind: _builtins.int
-    """Global steps by which its oldest applied fragment is behind what was published."""
+    """Fragments of which it has not applied the published version yet."""
     heard_seconds_ago: _builtins.float
     """Seconds since it was last heard."""
     bytes_up: _builtins.int
