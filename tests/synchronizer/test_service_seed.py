@@ -16,13 +16,13 @@ from tests.synchronizer.fake_learner import (
     ACCEPTED,
     REFUSED,
     FakeLearner,
-    FakeWatcher,
     Fleet,
     chunk_at,
     serving,
     until,
     vector_for,
 )
+from tests.synchronizer.fake_watcher import FakeWatcher
 
 pytestmark = pytest.mark.asyncio
 

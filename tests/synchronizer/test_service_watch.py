@@ -13,13 +13,13 @@ from synchronizer_server.service.watch import watch
 from synchronizer_server.store.memory import MemoryStore
 from tests.synchronizer.fake_learner import (
     FakeLearner,
-    FakeWatcher,
     Fleet,
     make_settings,
     refusal,
     serving,
     until,
 )
+from tests.synchronizer.fake_watcher import FakeWatcher
 
 pytestmark = pytest.mark.asyncio
 

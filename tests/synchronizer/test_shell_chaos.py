@@ -23,7 +23,6 @@ from tests.synchronizer.fake_learner import (
     DROPPED,
     RESUME,
     FakeLearner,
-    FakeWatcher,
     Fleet,
     chunk_at,
     make_settings,
@@ -31,6 +30,7 @@ from tests.synchronizer.fake_learner import (
     until,
     vector_for,
 )
+from tests.synchronizer.fake_watcher import FakeWatcher
 
 pytestmark = pytest.mark.asyncio
 

@@ -19,13 +19,13 @@ from tests.synchronizer.fake_learner import (
     DROPPED,
     REFUSED,
     FakeLearner,
-    FakeWatcher,
     Fleet,
     make_settings,
     refusal,
     serving,
     until,
 )
+from tests.synchronizer.fake_watcher import FakeWatcher
 
 pytestmark = pytest.mark.asyncio
 

@@ -12,7 +12,8 @@ from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.runner import ThreadRunner
 from synchronizer_server.store.memory import MemoryStore
-from tests.synchronizer.fake_learner import FakeWatcher, make_settings, serving, until
+from tests.synchronizer.fake_learner import make_settings, serving, until
+from tests.synchronizer.fake_watcher import FakeWatcher
 
 pytestmark = pytest.mark.asyncio
 
