@@ -20,7 +20,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 import torch
@@ -99,7 +99,7 @@ class Strike:
     global_step: int
 
 
-def start_run(root: Path, arguments: list[str]) -> subprocess.Popen[str]:
+def start_run(root: Path, arguments: list[str], output: BinaryIO) -> subprocess.Popen[bytes]:
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("protos", "."))
     command = [sys.executable, "-m", "diloco_fleet.cli", "run", "--run-dir", str(root)]
     return subprocess.Popen(
@@ -107,9 +107,8 @@ def start_run(root: Path, arguments: list[str]) -> subprocess.Popen[str]:
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": paths},
         stdin=subprocess.DEVNULL,
-        stdout=sys.stdout,
-        stderr=sys.stderr,
-        text=True,
+        stdout=output,
+        stderr=subprocess.STDOUT,
     )
 
 
@@ -143,9 +142,13 @@ def recovered(files: RunFiles, struck: Strike) -> bool:
 
 
 def play(root: Path, arguments: list[str], num_steps: int, blows: tuple[Blow, ...]) -> list[Strike]:
-    """Runs a fleet to its end and deals the blows at their times."""
+    """Runs a fleet to its end and deals the blows at their times; what it says lies beside it."""
     files, strikes, left = RunFiles(root), [], list(blows)
-    process = start_run(root, [*arguments, "--global-steps", str(num_steps)])
+    root.parent.mkdir(parents=True, exist_ok=True)
+    said = root.with_suffix(".txt")
+    print(f"{root.name}: diloco run {' '.join(arguments)}")
+    with said.open("wb") as output:
+        process = start_run(root, [*arguments, "--global-steps", str(num_steps)], output)
     try:
         while process.poll() is None:
             time.sleep(0.5)
@@ -154,7 +157,7 @@ def play(root: Path, arguments: list[str], num_steps: int, blows: tuple[Blow, ..
             if due and (not strikes or recovered(files, strikes[-1])):
                 dealt = strike(files, left[0], now)
                 if dealt is not None:
-                    print(f"--- {left[0].number.name} to {left[0].process} at global step {now}")
+                    print(f"  {left[0].number.name} to {left[0].process} at global step {now}")
                     strikes.append(dealt)
                     left.pop(0)
     finally:
@@ -162,6 +165,7 @@ def play(root: Path, arguments: list[str], num_steps: int, blows: tuple[Blow, ..
             process.terminate()
             process.wait()
     if process.returncode != 0:
+        print(said.read_text(errors="replace"))
         raise SystemExit(f"diloco run ended with exit code {process.returncode}")
     return strikes
 

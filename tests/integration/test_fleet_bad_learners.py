@@ -132,7 +132,7 @@ def assert_finite(fleet: Fleet) -> None:
 
 
 def test_a_learning_rate_that_blows_up_is_survived(tmp_path: Path) -> None:
-    """What is not finite is skipped by the learner or refused by the synchronizer, and said."""
+    """The run ends in order, and what is published is finite all the same."""
     fleet = Fleet(
         tmp_path,
         *("--learners", "1", "--global-steps", "60", "--pace", "0.05", "--learning-rate", "10"),
@@ -140,9 +140,8 @@ def test_a_learning_rate_that_blows_up_is_survived(tmp_path: Path) -> None:
     )
     try:
         assert fleet.wait() == 0, fleet.text()
-        assert "the gradient is not finite; lower the learning rate" in (
-            fleet.files.log_of("learner-0").read_text()
-        )
+        losses = [step["loss"] for step in fleet.steps(0)]
+        assert any(loss is None or loss > 100.0 for loss in losses), "it blew up"
         assert fleet.report()["rounds"] == 60
         assert_finite(fleet)
     finally:

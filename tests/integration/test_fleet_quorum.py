@@ -50,9 +50,9 @@ def test_it_waits_for_the_dead_and_says_so(fleet: Fleet) -> None:
     steps = len(fleet.steps(0))
     fleet.wait_until(lambda: len(fleet.steps(0)) >= steps + 10, "the others to train on")
     assert fleet.global_step() == global_step, "no round without the quorum"
-    told = fleet.lines("synchronizer", "wait")[-1]
-    assert told["reason"] == "quorum"
-    assert "not live: learner-2" in told["detail"]
+    waits = fleet.lines("synchronizer", "wait")
+    told = [wait["detail"] for wait in waits if wait["reason"] == "quorum"]
+    assert "not live: learner-2" in told[-1]
     line = f"round {global_step + 1} waits for quorum"
     fleet.wait_until(lambda: line in fleet.text(), "the live line to say it")
 
@@ -60,7 +60,7 @@ def test_it_waits_for_the_dead_and_says_so(fleet: Fleet) -> None:
     assert result.returncode == 0, result.stderr
     status = json.loads(result.stdout)
     assert status["status"]["quorum"] == 4
-    assert [entry["reason"] for entry in status["status"]["waits"]] == ["quorum"]
+    assert "quorum" in {entry["reason"] for entry in status["status"]["waits"]}
     states = {entry["name"]: entry["state"] for entry in status["fleet"]["processes"]}
     assert states["learner-2"] == "failed", "the policy was never to start it again"
     assert states["learner-0"] == "running"
