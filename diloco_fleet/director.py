@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from diloco_fleet.journal import Journal
+from diloco_fleet.journal import FleetJournal
 from diloco_fleet.local import Supervisor
 from diloco_fleet.metrics import EVALUATOR, Evaluation, parse_metrics
 from diloco_fleet.run_files import RunFiles
@@ -39,7 +39,7 @@ class Director:
         supervisor: Supervisor,
         poller: StatusPoller,
         screen: Screen,
-        journal: Journal,
+        journal: FleetJournal,
     ) -> None:
         self._files = files
         self._run_id = run_id

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from decoupled_diloco.journal import Journal
 
-class Journal:
+
+class FleetJournal:
     """Writes what happens to the fleet, and says it.
 
     Args:
@@ -20,13 +21,11 @@ class Journal:
     def __init__(
         self, path: Path, say: Callable[[str], None], clock: Callable[[], float] = time.time
     ) -> None:
-        self._path = path
+        self._journal = Journal(path, clock)
         self._say = say
-        self._clock = clock
-        self._broken = False
 
     def record(self, kind: str, sentence: str = "", **values: object) -> None:
-        """Records one event; a full disk is said once and stops nothing else.
+        """Records one event; a full disk stops nothing else.
 
         Args:
             kind: stable word for what happened.
@@ -35,14 +34,11 @@ class Journal:
         """
         if sentence:
             self._say(sentence)
-        line = json.dumps({"kind": kind, "time": self._clock(), **values}) + "\n"
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line)
-        except OSError as error:
-            if not self._broken:
-                self._broken = True
-                self._say(f"{self._path} cannot be written ({error.strerror}); going on without it")
+        self._journal.write(kind, **values)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._journal.close()
 
     def warn(self, sentence: str) -> None:
         """Says something that is not recorded."""

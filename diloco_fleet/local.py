@@ -24,7 +24,7 @@ from decoupled_diloco.errors import (
     Reason,
     reason_of,
 )
-from diloco_fleet.journal import Journal
+from diloco_fleet.journal import FleetJournal
 from diloco_fleet.process import Process, ProcessSpec, RestartPolicy, State, describe_exit
 from diloco_fleet.run_files import FleetFile, RunFiles
 
@@ -106,7 +106,7 @@ class Supervisor:
         learners: Sequence[ProcessSpec],
         policy: RestartPolicy,
         bounds: Bounds,
-        journal: Journal,
+        journal: FleetJournal,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.phase = Phase.RUNNING

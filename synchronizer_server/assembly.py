@@ -12,6 +12,7 @@ from typing import Any
 
 from decoupled_diloco.codecs import check_codecs
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.journal import Journal
 from decoupled_diloco.layout import Layout, Role, Strategy, TensorSpec, build_layout
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Version
@@ -22,7 +23,6 @@ from synchronizer_server.core.state import Restored
 from synchronizer_server.core.synchronizer import SynchronizerCore
 from synchronizer_server.engine import Engine, Parts
 from synchronizer_server.joining import JoinDesk
-from synchronizer_server.journal import Journal
 from synchronizer_server.ledger import make_record, restored_from
 from synchronizer_server.membership.base import Membership
 from synchronizer_server.merge.fragment_state import FragmentState

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.journal import Journal
 from decoupled_diloco.layout import Layout
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
@@ -22,7 +23,6 @@ from synchronizer_server.convert import OUTCOMES
 from synchronizer_server.core import effects as fx
 from synchronizer_server.core import events as ev
 from synchronizer_server.core.synchronizer import SynchronizerCore
-from synchronizer_server.journal import Journal
 from synchronizer_server.ledger import Ledger
 from synchronizer_server.membership.base import Membership
 from synchronizer_server.runner import Runner

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from decoupled_diloco.logs import LOG_FORMATS
 from decoupled_diloco.settings import RunSettings
 from diloco_fleet.director import Director
 from diloco_fleet.fleet_settings import FleetSettings, Resolved, resolve
-from diloco_fleet.journal import Journal
+from diloco_fleet.journal import FleetJournal
 from diloco_fleet.local import Bounds, Outcome, Supervisor
 from diloco_fleet.metrics import FLEET
 from diloco_fleet.plan import Plan, make_plan
@@ -153,7 +153,7 @@ def _run(files: RunFiles, resolved: Resolved, plan: Plan) -> int:
     """Supervises the fleet and writes the report; returns the exit code."""
     console = Console()
     screen = open_screen(console, click.echo)
-    journal = Journal(files.metrics_of(FLEET), screen.say)
+    journal = FleetJournal(files.metrics_of(FLEET), screen.say)
     fleet = resolved.fleet.value
     supervisor = Supervisor(
         files=files,
@@ -166,7 +166,7 @@ def _run(files: RunFiles, resolved: Resolved, plan: Plan) -> int:
         bounds=Bounds(drain_s=fleet.drain_s, finish_s=fleet.finish_s),
         journal=journal,
     )
-    with hold_run(files):
+    with closing(journal), hold_run(files):
         outcome = _supervise(
             files=files,
             resolved=resolved,
@@ -189,7 +189,7 @@ def _supervise(
     plan: Plan,
     supervisor: Supervisor,
     screen: Screen,
-    journal: Journal,
+    journal: FleetJournal,
 ) -> Outcome:
     for line in (f"run directory {files.root}", *resolved.describe()):
         screen.say(line)

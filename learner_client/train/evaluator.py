@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator
 
 from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK
+from decoupled_diloco.journal import Journal
 from decoupled_diloco.layout import Layout, Strategy, build_layout
 from learner_client.observer import Observer, Published
 from learner_client.parameters import ModuleParameters
@@ -15,7 +16,6 @@ from learner_client.settings import EvaluatorSettings
 from learner_client.train.device import resolve_device
 from learner_client.train.evaluate import EvaluationResult, evaluate
 from learner_client.train.export import export_model
-from learner_client.train.metrics import MetricsFile
 from learner_client.train.setup import Setup, load_setup
 from learner_client.train.stopping import StopRequest
 from learner_client.transport.grpc import GrpcTransport
@@ -34,7 +34,7 @@ class Evaluator:
         metrics: takes a line per evaluation.
     """
 
-    def __init__(self, setup: Setup, settings: EvaluatorSettings, metrics: MetricsFile) -> None:
+    def __init__(self, setup: Setup, settings: EvaluatorSettings, metrics: Journal) -> None:
         self._setup = setup
         self._settings = settings
         self._metrics = metrics
@@ -186,7 +186,7 @@ def run_evaluator(settings: EvaluatorSettings, stop: StopRequest) -> int:
     """
     path = settings.run_dir / "metrics" / "evaluator.jsonl"
     seed_known = path.exists() and '"kind": "evaluation"' in path.read_text(errors="replace")
-    metrics = MetricsFile(path)
+    metrics = Journal(path)
     try:
         metrics.write("start", pid=os.getpid())
         setup = load_setup(

@@ -10,12 +10,12 @@ import time
 import torch
 
 from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, Reason, UsageError
+from decoupled_diloco.journal import Journal
 from learner_client.core.connection import Change
 from learner_client.learner import Learner
 from learner_client.settings import LearnerSettings
 from learner_client.train.data import ShardedBatches
 from learner_client.train.device import compute_precision, resolve_device
-from learner_client.train.metrics import MetricsFile
 from learner_client.train.model import Transformer, token_loss
 from learner_client.train.optimizer import build_optimizer, set_learning_rate
 from learner_client.train.schedule import learning_rate_at
@@ -59,7 +59,7 @@ class Trainer:
     """
 
     def __init__(
-        self, setup: Setup, settings: LearnerSettings, metrics: MetricsFile, stop: StopRequest
+        self, setup: Setup, settings: LearnerSettings, metrics: Journal, stop: StopRequest
     ) -> None:
         self._setup = setup
         self._settings = settings
@@ -203,7 +203,7 @@ def train(settings: LearnerSettings, stop: StopRequest) -> int:
         )
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    metrics = MetricsFile(settings.run_dir / "metrics" / f"{settings.learner_id}.jsonl")
+    metrics = Journal(settings.run_dir / "metrics" / f"{settings.learner_id}.jsonl")
     try:
         metrics.write("start", pid=os.getpid())
         setup = load_setup(

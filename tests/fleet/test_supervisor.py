@@ -9,13 +9,13 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from decoupled_diloco.errors import Reason
-from diloco_fleet.journal import Journal
+from diloco_fleet.journal import FleetJournal
 from diloco_fleet.local import Bounds, Outcome, Supervisor
 from diloco_fleet.process import ProcessSpec, Restart, RestartPolicy
 from diloco_fleet.run_files import RunFiles, read_fleet
@@ -31,6 +31,7 @@ class Fleet:
         self.folder = folder
         self.files = RunFiles(folder)
         self.said: list[str] = []
+        self.journals: list[FleetJournal] = []
         for path in (self.files.logs, self.files.metrics):
             path.mkdir()
 
@@ -63,8 +64,12 @@ class Fleet:
             learners=[self.spec(f"learner-{i}", script) for i, script in enumerate(learners)],
             policy=RestartPolicy(restart=restart, max_restarts=max_restarts),
             bounds=Bounds(drain_s=drain_s, finish_s=finish_s, interval_s=0.01),
-            journal=Journal(self.files.metrics_of("fleet"), self.said.append),
+            journal=self.open_journal(),
         )
+
+    def open_journal(self) -> FleetJournal:
+        self.journals.append(FleetJournal(self.files.metrics_of("fleet"), self.said.append))
+        return self.journals[-1]
 
     def run(self, supervisor: Supervisor, when: Callable[[], bool] | None = None) -> Outcome:
         """Runs to the end; asks to stop whenever ``when`` holds."""
@@ -91,8 +96,11 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Fleet:
-    return Fleet(tmp_path)
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    yield fleet
+    for journal in fleet.journals:
+        journal.close()
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

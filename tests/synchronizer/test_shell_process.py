@@ -141,7 +141,7 @@ def test_settings_that_cannot_be_are_told_in_one_line(
     ("changes", "reason", "word"),
     [
         ({"address": "0.0.0.0:0"}, Reason.CONFIG_CONFLICT, "--insecure"),
-        ({"journal": Path("/dev/null/x")}, Reason.CONFIG_INVALID, "/dev/null/x"),
+        ({"journal": Path("/dev/null/x")}, Reason.STORAGE_FAILED, "/dev/null/x"),
         ({"store": Path("/dev/null")}, Reason.STORAGE_FAILED, "/dev/null"),
         ({"redis": "redis://127.0.0.1:1"}, Reason.MEMBERSHIP_UNAVAILABLE, "127.0.0.1:1"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from synchronizer_server.journal import Journal
+from decoupled_diloco.journal import Journal
 
 
 def kinds(path: Path) -> list[str]:

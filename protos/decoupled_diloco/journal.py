@@ -1,4 +1,4 @@
-"""The synchronizer's journal: one JSON object per line for everything worth a figure later."""
+"""Journals: one JSON object per line for everything worth a figure later, one file per process."""
 
 from __future__ import annotations
 
@@ -11,30 +11,44 @@ from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
+from decoupled_diloco.errors import DilocoError, Reason
+
 logger = logging.getLogger(__name__)
 
 
 class Journal:
     """Appends events to a file; without a path it writes nothing.
 
-    Losing a line never harms training: where the disk is full, lines are lost until it is not, and
+    Losing a line never harms the work: where the disk is full, lines are lost until it is not, and
     the log says so once at each end. A line that was torn, by that or by the death of an earlier
     life, is ended before the next one.
 
     Args:
         path: the file, appended to over restarts.
         wall: wall clock, seconds since the epoch; for people, never for decisions.
+
+    Raises:
+        DilocoError: STORAGE_FAILED or DISK_FULL where it cannot even be opened.
     """
 
     def __init__(self, path: Path | None, wall: Callable[[], float] = time.time) -> None:
+        self._path = path
         self._wall = wall
         self._file: FileIO | None = None
         self._num_lost = 0
         self._torn = False
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._torn = _is_torn(path)
-            self._file = path.open("ab", buffering=0)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._torn = _is_torn(path)
+                self._file = path.open("ab", buffering=0)
+            except OSError as error:
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                raise DilocoError(
+                    Reason.DISK_FULL if full else Reason.STORAGE_FAILED,
+                    f"{path} cannot be opened for writing ({error.strerror}); "
+                    + ("free some space" if full else "check the path and its permissions"),
+                ) from error
 
     def write(self, kind: str, **fields: object) -> None:
         """Appends one event."""
@@ -49,11 +63,11 @@ class Journal:
             self._torn = True
             self._num_lost += 1
             if self._num_lost == 1:
-                logger.error("the journal loses lines: %s", error)
+                logger.error("%s loses lines, the work goes on: %s", self._path, error)
             return
         self._torn = False
         if self._num_lost:
-            logger.warning("the journal goes on; %d lines were lost", self._num_lost)
+            logger.warning("%s goes on; %d lines were lost", self._path, self._num_lost)
             self._num_lost = 0
 
     def close(self) -> None:
