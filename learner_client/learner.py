@@ -33,6 +33,8 @@ from learner_client.worker import Worker
 _LOG = logging.getLogger(__name__)
 
 _CLOSE_S: Final = 5.0
+_ADOPT_S: Final = 10.0
+_POLL_S: Final = 0.02
 
 
 class Learner:
@@ -256,6 +258,30 @@ class Learner:
                 Reason.CONFIG_CONFLICT, "load the state before entering: the learner has joined"
             )
         self._saved = saved_state_from(state)
+
+    def adopt_published(self, timeout_s: float = _ADOPT_S) -> int:
+        """Overwrites the model with the published copy: what all learners share, and what to save.
+
+        Between two steps or, usually, after the loop; local progress since the last updates is
+        given up. Where the run is complete, its last updates are waited for.
+
+        Args:
+            timeout_s: longest wait for updates that are on their way; without it (or within a
+                running event loop) the copy is the newest that is here.
+
+        Returns:
+            Global step of the newest update in the model.
+        """
+        self._running()
+        total = self.settings.total_global_steps
+        give_up = time.monotonic() + (timeout_s if self._task is None else 0.0)
+        self._write(self._exchange.take_updates())
+        while self.finished and self.global_step < total and time.monotonic() < give_up:
+            time.sleep(_POLL_S)
+            self._write(self._exchange.take_updates())
+        for fragment, base in self._exchange.bases.items():
+            self._parameters.write_fragment(self._layout().fragments[fragment], base)
+        return self.global_step
 
     # -- entering and leaving --------------------------------------------------------------
 

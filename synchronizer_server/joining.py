@@ -151,8 +151,8 @@ class JoinDesk:
         if shard is None:
             raise DilocoError(
                 Reason.NO_SHARD_LEFT,
-                f"all {state.settings.num_learners} data shards belong to other learner ids; join "
-                "under one of their ids, or start the run with more planned learners",
+                f"{learner_id} cannot join: all {state.settings.num_learners} data shards belong "
+                "to other learner ids; join under one of those, or plan more learners at the start",
             )
         known = state.roster.find(learner_id)
         incarnation = await self._grant_incarnation(

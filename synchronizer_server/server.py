@@ -141,7 +141,8 @@ class Server:
             except DilocoError as error:
                 changes.log("membership", str(error.reason), error.message, level=logging.WARNING)
             else:
-                changes.log("membership", "reachable", level=logging.INFO)
+                if changes.reason("membership") is not None:
+                    changes.log("membership", "reachable")
 
     async def _drain(self, assembled: Assembled, servers: list[grpc.aio.Server]) -> int:
         """Finishes the rounds in flight, then stops; learners train on meanwhile."""

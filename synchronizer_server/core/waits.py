@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from synchronizer_server.core.effects import WaitChanged
-from synchronizer_server.core.roster import LearnerState
 from synchronizer_server.core.rounds import Round, RoundState
 from synchronizer_server.core.scheduler import Scheduler
 from synchronizer_server.core.state import CoreState
@@ -132,9 +131,7 @@ class Waits:
             out = [
                 f"{x.learner_id} ({x.state})"
                 for x in sorted(self.state.roster, key=lambda x: x.learner_id)
-                if not x.live
-                and x.state is not LearnerState.LEFT
-                and x.learner_id not in round_.accepted
+                if not x.live and x.learner_id not in round_.accepted
             ]
             parts.append("not live: " + (", ".join(out) or "learners that never joined"))
         return "; ".join(parts)

@@ -52,6 +52,23 @@ async def test_a_saved_state_goes_on_with_its_local_progress_where_the_base_is_s
 
 
 @pytest.mark.asyncio
+async def test_the_published_copy_replaces_local_progress_for_whoever_saves_the_model():
+    """After the loop every learner's model differs; what is saved must be what all share."""
+    service = ScriptedSynchronizer(make_settings())
+    model = make_model()
+    async with make_learner(service, model) as learner:
+        for _ in range(2):
+            train(model)
+            learner.step(num_tokens=5)
+        moved = service.publish(2, 2, torch.ones(service.published[2][1].numel()))
+        await until(lambda: learner.status.num_updates > 4)
+        assert learner.adopt_published() == 2
+        assert torch.equal(local_vector(learner, 2), moved)
+        for fragment, (_, vector) in service.published.items():
+            assert torch.equal(local_vector(learner, fragment), vector)
+
+
+@pytest.mark.asyncio
 async def test_a_state_of_another_layout_is_refused():
     service = ScriptedSynchronizer(make_settings())
     async with make_learner(service, make_model()) as learner:

@@ -110,10 +110,10 @@ def test_a_change_of_what_is_missing_is_told():
     ]
 
 
-def test_learners_that_never_joined_or_left_are_not_named():
+def test_who_left_is_named_where_the_quorum_misses_it():
     s = Script(settings(quorum=3, grace=False)).warm("a", "b", "c")
     s.leave("c")
-    assert "not live: learners that never joined" in s.details()
+    assert "not live: c (left)" in s.details()
 
 
 def test_a_wait_becomes_news_without_any_event():
