@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import click
 
 from decoupled_diloco.config import cli_errors
 
-COMMANDS: Final = ("run", "status", "generate", "report", "version")
-"""Names of the commands; ``commands/NAME.py`` holds one as ``command``."""
+COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "run": "Train a model with a whole fleet on this machine.",
+        "status": "Show what a running fleet does now.",
+        "generate": "Sample text from the model of a run.",
+        "report": "Compute the report of a run again from its metrics.",
+        "version": "Print the versions of diloco and of what it builds on.",
+    }
+)
+"""What each command does, by name; ``commands/NAME.py`` holds it as ``command``."""
 
 
 class _Commands(click.Group):
@@ -26,6 +35,11 @@ class _Commands(click.Group):
         module = importlib.import_module(f"diloco_fleet.commands.{cmd_name}")
         command: click.Command = module.command
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # Click's own asks every command, and so imports them all.
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import Final
 
 from diloco_fleet.journal import FleetJournal
 from diloco_fleet.local import Supervisor
-from diloco_fleet.metrics import EVALUATOR, Evaluation, parse_metrics
+from diloco_fleet.metrics import EVALUATOR, last_evaluation
 from diloco_fleet.run_files import RunFiles
 from diloco_fleet.screen import Screen
 from diloco_fleet.status import StatusPoller
 from diloco_fleet.view import Eta, Scene
-
-_TAIL_BYTES: Final = 4096
 
 
 class Director:
@@ -61,18 +57,14 @@ class Director:
         """Returns what can be seen now."""
         snapshot = self._poller.snapshot()
         status = snapshot.status
-        eta_s = None
-        if status is not None:
-            eta_s = self._eta.estimate(
-                time.monotonic(), status.global_step, status.total_global_steps
-            )
+        phase = self._supervisor.phase.value
         return Scene(
             run_id=self._run_id,
             address=self._address,
-            phase=self._supervisor.phase.value,
+            phase=phase,
             status=status,
             away_s=snapshot.away_s,
-            eta_s=eta_s,
+            eta_s=self._eta.of(time.monotonic(), status, phase=phase, away_s=snapshot.away_s),
             evaluation=last_evaluation(self._files.metrics_of(EVALUATOR)),
             processes={
                 process.name: (process.state.value, process.num_restarts)
@@ -91,18 +83,3 @@ class Director:
                 num_parameters=layout.num_parameters,
                 num_fragments=layout.num_fragments,
             )
-
-
-def last_evaluation(path: Path) -> Evaluation | None:
-    """Returns the newest evaluation in a metrics file; None without any."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(size - _TAIL_BYTES, 0))
-            text = file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return None
-    if size > _TAIL_BYTES:
-        text = text.partition("\n")[2]
-    evaluations = parse_metrics({EVALUATOR: text}).evaluations
-    return evaluations[-1] if evaluations else None

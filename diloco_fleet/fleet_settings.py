@@ -14,7 +14,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from decoupled_diloco.codecs import check_codecs
 from decoupled_diloco.config import ENV_PREFIX, Loaded, Origin, load_settings, read_section
 from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.setting_fields import settings_of
@@ -116,6 +115,9 @@ class FleetSettings:
         return factors
 
 
+_NEVER_CHOSEN: Final = frozenset({"trainer.num_shards", "trainer.corpus_hash"})
+"""Settings that the file of a run holds and that follow from other ones."""
+
 SECTIONS: Final[Mapping[str, type[Any]]] = MappingProxyType(
     {"run": RunSettings, "trainer": TrainSettings, "fleet": FleetSettings}
 )
@@ -129,15 +131,18 @@ class Resolved:
         run: the synchronizer's.
         trainer: the trainers'.
         fleet: this machine's.
+        notes: sentences on what follows from a setting that was given now.
     """
 
     run: Loaded[RunSettings]
     trainer: Loaded[TrainSettings]
     fleet: Loaded[FleetSettings]
+    notes: tuple[str, ...] = ()
 
     def describe(self) -> list[str]:
-        """Returns one line per setting that was given now or is not the default."""
-        return [line for part in (self.run, self.trainer, self.fleet) for line in _chosen(part)]
+        """Returns one line per setting that was given now or is not the default, and the notes."""
+        parts = (self.run, self.trainer, self.fleet)
+        return [*(line for part in parts for line in _chosen(part)), *self.notes]
 
     def to_toml(self) -> str:
         """Returns a TOML file from which the same settings load again."""
@@ -159,7 +164,8 @@ def resolve(
     """Resolves all three sections; what one section implies for another is filled in.
 
     The trainer's shards are the planned learners, its schedule is as long as the run, and its
-    warm-up is at most a tenth of that, unless these are given.
+    warm-up is at most a tenth of that, unless these are given. A file that gives run and schedule
+    the same length does not give the schedule a length of its own: it follows a flag, too.
 
     Args:
         flags: parameters of the command line by name.
@@ -170,6 +176,9 @@ def resolve(
     Raises:
         UsageError: CONFIG_UNKNOWN_KEY, CONFIG_INVALID, CONFIG_CONFLICT, QUORUM_ABOVE_LEARNERS.
     """
+    # Not at the top: it imports torch, which takes seconds.
+    from decoupled_diloco.codecs import check_codecs
+
     defaults = TrainSettings()
     run = _load(
         RunSettings,
@@ -184,15 +193,17 @@ def resolve(
             "trainer_json cannot be given here; put the trainer's settings into section [trainer]",
         )
     num_steps = run.value.total_global_steps or defaults.total_global_steps
+    followed = _followed(file, run.value)
     trainer = _load(
         TrainSettings,
         "trainer",
         (_without(flags, "total_global_steps"), _without_variable(environ), file),
         {
             "total_global_steps": num_steps,
-            "warmup_steps": min(defaults.warmup_steps, num_steps // 10),
+            "warmup_steps": _warmup(num_steps),
             "num_shards": run.value.num_learners,
         },
+        followed=followed,
     )
     if trainer.value.num_shards != run.value.num_learners:
         raise UsageError(
@@ -202,7 +213,40 @@ def resolve(
         )
     fleet = _load(FleetSettings, "fleet", (flags, environ, file), {})
     fleet.value.slow_factors(run.value.num_learners)
-    return Resolved(run=run, trainer=trainer, fleet=fleet)
+    notes = (
+        [f"the schedule of the learning rate follows: {num_steps} global steps"] if followed else []
+    )
+    return Resolved(run=run, trainer=trainer, fleet=fleet, notes=tuple(notes))
+
+
+def _warmup(num_steps: int) -> int:
+    """The warm-up of a schedule where none is given."""
+    return min(TrainSettings().warmup_steps, num_steps // 10)
+
+
+def _followed(file: Path | None, run: RunSettings) -> frozenset[str]:
+    """The trainer's settings in the file that follow the length of the run, which is another now.
+
+    The schedule does where the file gives it the length of the run; the warm-up does where it is
+    what follows from that length and the new schedule has no room for it.
+    """
+    if file is None or not run.total_global_steps:
+        return frozenset()
+    in_file = {
+        section: read_section(file, section, SECTIONS[section], SECTIONS)
+        for section in ("run", "trainer")
+    }
+    before = in_file["run"].get("total_global_steps")
+    if (
+        not isinstance(before, int)
+        or before == run.total_global_steps
+        or in_file["trainer"].get("total_global_steps") != before
+    ):
+        return frozenset()
+    warmup = in_file["trainer"].get("warmup_steps")
+    if warmup == _warmup(before) and run.total_global_steps <= _warmup(before):
+        return frozenset({"total_global_steps", "warmup_steps"})
+    return frozenset({"total_global_steps"})
 
 
 def _load(
@@ -210,8 +254,9 @@ def _load(
     section: str,
     sources: tuple[Mapping[str, object], Mapping[str, str], Path | None],
     implied: Mapping[str, object],
+    followed: frozenset[str] = frozenset(),
 ) -> Loaded[Any]:
-    """Loads one section; implied values stand in for defaults."""
+    """Loads one section; implied values stand in for defaults, and for some of the file's."""
     flags, environ, file = sources
     others = {name: other for name, other in SECTIONS.items() if name != section}
     in_file = read_section(file, section, cls, others) if file else {}
@@ -220,7 +265,7 @@ def _load(
         for name, value in implied.items()
         if flags.get(name) is None
         and ENV_PREFIX + name.upper() not in environ
-        and name not in in_file
+        and (name not in in_file or name in followed)
     }
     loaded = load_settings(
         cls,
@@ -235,7 +280,7 @@ def _load(
 
 
 def _chosen(part: Loaded[Any]) -> list[str]:
-    """The lines of ``describe`` without what a file merely repeats of the defaults.
+    """The lines of ``describe`` without what nobody chose: defaults that a file merely repeats.
 
     The file of a resumed run holds every setting.
     """
@@ -245,7 +290,8 @@ def _chosen(part: Loaded[Any]) -> list[str]:
         for name, origin in part.origins.items()
         if origin == "file" and getattr(part.value, name) == defaults[name]
     }
-    return [line for line in part.describe() if line.partition(" = ")[0] not in repeated]
+    hidden = repeated | _NEVER_CHOSEN
+    return [line for line in part.describe() if line.partition(" = ")[0] not in hidden]
 
 
 def _without(values: Mapping[str, object], name: str) -> dict[str, object]:

@@ -29,6 +29,8 @@ from diloco_fleet.process import Process, ProcessSpec, RestartPolicy, State, des
 from diloco_fleet.run_files import FleetFile, RunFiles
 
 _KILL_WAIT_S: Final = 10.0
+_AS_TOLD: Final = (EXIT_OK, EXIT_DRAINED, -signal.SIGTERM)
+"""Exit codes of a process that did what SIGTERM asks for."""
 
 
 class Phase(StrEnum):
@@ -92,6 +94,7 @@ class Supervisor:
         policy: when to start a process again.
         bounds: of the end.
         journal: takes what happens.
+        is_complete: says whether the last global step has been committed.
         clock: monotonic, seconds.
     """
 
@@ -107,6 +110,7 @@ class Supervisor:
         policy: RestartPolicy,
         bounds: Bounds,
         journal: FleetJournal,
+        is_complete: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.phase = Phase.RUNNING
@@ -118,13 +122,14 @@ class Supervisor:
         self._learners = [Process(spec, policy, files.root) for spec in learners]
         self._bounds = bounds
         self._journal = journal
+        self._is_complete = is_complete
         self._clock = clock
         self._started = time.time()
         self._stages: list[_Stage] = []
         self._num_requests = 0
         self._error: DilocoError | None = None
         self._killed = False
-        self._drained = False
+        self._asked = False
 
     @property
     def processes(self) -> list[Process]:
@@ -190,7 +195,8 @@ class Supervisor:
         words = process.last_words() if process.state is State.FAILED else ""
         sentence = {
             State.DONE: f"{process.name} has finished",
-            State.STOPPED: f"{process.name} has stopped ({how})",
+            State.STOPPED: f"{process.name} has stopped"
+            + ("" if process.exit_code in _AS_TOLD else f" ({how})"),
             State.WAITING: f"{process.name} died ({how}); it starts again",
             State.FAILED: f"{process.name} ended ({how}) and is not started again"
             + (f": {words}" if words else "")
@@ -210,9 +216,12 @@ class Supervisor:
             self._journal.record("kill", "asked again: killing every process")
             self._kill_rest()
             self.phase = Phase.ENDED
-        elif self._num_requests == 1 and self.phase is not Phase.DRAINING:
-            self._drained = True
-            self._drain("draining: learners finish their step and leave; once more kills")
+        elif self._num_requests == 1 and not self._asked and self.phase is not Phase.DRAINING:
+            self._asked = True
+            if self.phase is Phase.FINISHING or self._is_complete():
+                self._hurry()
+            else:
+                self._drain("draining: learners finish their step and leave; once more kills")
 
     def _check_progress(self) -> None:
         """Notices that the run is complete or cannot go on."""
@@ -230,24 +239,35 @@ class Supervisor:
 
     def _finish(self) -> None:
         self.phase = Phase.FINISHING
-        bounds = self._bounds
-        by_itself = (None, bounds.finish_s)
-        told: list[tuple[signal.Signals | None, float]] = [
-            (signal.SIGTERM, bounds.drain_s),
-            (signal.SIGKILL, _KILL_WAIT_S),
-        ]
+        by_itself = (None, self._bounds.finish_s)
         self._stages = [
-            _Stage(self._learners, [by_itself, *told]),
-            _Stage([self._evaluator], [by_itself, *told]),
-            _Stage([self._synchronizer], list(told)),
+            _Stage(self._learners, [by_itself, *self._told()]),
+            _Stage([self._evaluator], [by_itself, *self._told()]),
+            _Stage([self._synchronizer], self._told()),
+        ]
+
+    def _hurry(self) -> None:
+        """Ends a complete run as soon as the model is there."""
+        self.phase = Phase.FINISHING
+        self._journal.record(
+            "drain",
+            "the run is complete: learners leave, the evaluator exports the model; once more kills",
+        )
+        self._stages = [
+            _Stage(self._learners, self._told()),
+            _Stage([self._evaluator], [(None, self._bounds.drain_s), *self._told()]),
+            _Stage([self._synchronizer], self._told()),
         ]
 
     def _drain(self, sentence: str) -> None:
         self.phase = Phase.DRAINING
         self._journal.record("drain", sentence)
-        told = [(signal.SIGTERM, self._bounds.drain_s), (signal.SIGKILL, _KILL_WAIT_S)]
         groups = [self._learners, [self._evaluator], [self._synchronizer]]
-        self._stages = [_Stage(group, list(told)) for group in groups]
+        self._stages = [_Stage(group, self._told()) for group in groups]
+
+    def _told(self) -> list[tuple[signal.Signals | None, float]]:
+        """The escalation of a stage whose processes are told to stop."""
+        return [(signal.SIGTERM, self._bounds.drain_s), (signal.SIGKILL, _KILL_WAIT_S)]
 
     def _advance(self, now: float) -> None:
         """Goes on with the current stage, and to the next ones as far as they are over."""
@@ -286,12 +306,14 @@ class Supervisor:
     def _outcome(self) -> Outcome:
         if self._killed:
             return Outcome(word="killed", exit_code=EXIT_DRAINED)
-        if self._error is None and not self._drained and self._evaluator.state is not State.DONE:
+        # The evaluator is done once it has exported the model of the last global step.
+        exported = self._evaluator.state is State.DONE
+        if self._error is None and not self._asked and not exported:
             self._error = error_of(self._evaluator)
         if self._error is not None:
             code = CATALOGUE[self._error.reason].exit_code
             return Outcome(word="failed", exit_code=code, error=self._error)
-        if self._drained:
+        if not exported:
             return Outcome(word="drained", exit_code=EXIT_DRAINED)
         return Outcome(word="complete", exit_code=EXIT_OK)
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from learner_client.train.files import storage_errors
-
 SYNCHRONIZER: Final = "synchronizer"
 EVALUATOR: Final = "evaluator"
 FLEET: Final = "fleet"
 
 _MAX_PROBLEMS_PER_FILE = 5
+_TAIL_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +130,38 @@ def read_metrics(folder: Path) -> RunMetrics:
     Raises:
         DilocoError: STORAGE_FAILED when a file cannot be read.
     """
+    # Not at the top: learner_client imports torch, for which `diloco status` does not wait.
+    from learner_client.train.files import storage_errors
+
     texts = {}
     for path in sorted(folder.glob("*.jsonl")):
         with storage_errors(path, "reading"):
             texts[path.stem] = path.read_text(encoding="utf-8", errors="replace")
     return parse_metrics(texts)
+
+
+def last_evaluation(path: Path) -> Evaluation | None:
+    """Returns the newest evaluation in a metrics file; None without any near its end."""
+    evaluations = parse_metrics({EVALUATOR: _tail(path)}).evaluations
+    return evaluations[-1] if evaluations else None
+
+
+def last_round(path: Path) -> Round | None:
+    """Returns the newest committed round in a metrics file; None without any near its end."""
+    rounds = parse_metrics({SYNCHRONIZER: _tail(path)}).rounds
+    return rounds[-1] if rounds else None
+
+
+def _tail(path: Path) -> str:
+    """The last whole lines of a file; empty where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - _TAIL_BYTES, 0))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return text.partition("\n")[2] if size > _TAIL_BYTES else text
 
 
 def parse_metrics(texts: Mapping[str, str]) -> RunMetrics:

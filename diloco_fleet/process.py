@@ -22,7 +22,6 @@ from decoupled_diloco.errors import (
 )
 from diloco_fleet.launch import launch_command
 from diloco_fleet.run_files import ProcessEntry
-from learner_client.train.files import storage_errors
 
 HOPELESS: Final = frozenset({EXIT_USAGE, EXIT_INCOMPATIBLE, EXIT_STORAGE})
 """Exit codes that another start of the same process would only repeat."""
@@ -140,6 +139,9 @@ class Process:
             UsageError: CONFIG_INVALID when the program is missing.
             DilocoError: DISK_FULL or STORAGE_FAILED for the log.
         """
+        # Not at the top: learner_client imports torch, for which this module's readers do not wait.
+        from learner_client.train.files import storage_errors
+
         with storage_errors(self.spec.log, "opening"):
             log = self.spec.log.open("ab", buffering=0)
         try:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from decoupled_diloco.errors import Reason, UsageError
-from learner_client.train.files import storage_errors, write_atomically
 
 RUNS_FOLDER: Final = Path("runs")
 """Where runs go when nothing else is said, below the current folder."""
@@ -169,6 +168,9 @@ class FleetFile:
         Raises:
             DilocoError: DISK_FULL or STORAGE_FAILED.
         """
+        # Not at the top: learner_client imports torch, for which `diloco status` does not wait.
+        from learner_client.train.files import write_atomically
+
         text = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
         write_atomically(path, lambda temporary: _write_text(temporary, text))
 
@@ -214,6 +216,8 @@ def hold_run(files: RunFiles) -> Iterator[None]:
         UsageError: CONFIG_CONFLICT when another fleet is at work there.
         DilocoError: DISK_FULL or STORAGE_FAILED.
     """
+    from learner_client.train.files import storage_errors
+
     with storage_errors(files.lock, "opening"):
         descriptor = os.open(files.lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:

@@ -18,6 +18,7 @@ from diloco_fleet.metrics import Evaluation
 _STATE_STYLES: Final = {"live": "green", "disconnected": "yellow", "gone": "red", "left": "dim"}
 _ETA_WINDOW_S: Final = 60.0
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")
+_RUNNING: Final = ("", "running")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +45,39 @@ class Scene:
     evaluation: Evaluation | None = None
     processes: Mapping[str, tuple[str, int]] | None = None
 
+    @property
+    def missed(self) -> bool:
+        """Whether the synchronizer has answered before, should now, and does not."""
+        return self.status is not None and self.away_s > 0.0 and self.phase in _RUNNING
+
 
 class Eta:
     """Estimates when the last global step will be there, from the pace of the last minute."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
+
+    def of(
+        self,
+        now: float,
+        status: admin_pb2.GetStatusResponse | None,
+        *,
+        phase: str = "",
+        away_s: float = 0.0,
+    ) -> float | None:
+        """Returns the seconds that remain; None, and a new beginning, while nothing moves on.
+
+        Args:
+            now: monotonic, seconds.
+            status: the synchronizer's last answer.
+            phase: of the supervisor; empty where it is not known.
+            away_s: how long the synchronizer has not answered.
+        """
+        moving = phase in _RUNNING and away_s == 0.0
+        if status is None or not moving or status.state in ("draining", "complete"):
+            self._seen.clear()
+            return None
+        return self.estimate(now, status.global_step, status.total_global_steps)
 
     def estimate(self, now: float, global_step: int, total: int) -> float | None:
         """Returns the seconds that remain; None without end or before there is a pace."""
@@ -68,7 +96,8 @@ def render(scene: Scene) -> RenderableType:
     """Returns the scene as a table with what stands around it."""
     status = scene.status
     if status is None:
-        return Group(_headline(scene), Text("waiting for the synchronizer to answer", style="dim"))
+        waiting = Text("waiting for the synchronizer to answer", style="dim")
+        return Group(_headline(scene), waiting, process_table(scene.processes or {}))
     parts: list[RenderableType] = [_headline(scene), _progress(status, scene.eta_s)]
     parts.append(_learners(status, scene.processes or {}))
     parts += [Text(line) for line in _round_lines(status)]
@@ -79,13 +108,30 @@ def render(scene: Scene) -> RenderableType:
 
 def _headline(scene: Scene) -> Text:
     text = Text.assemble((scene.run_id, "bold"), f"  {scene.address}")
-    states = [scene.phase, scene.status.state if scene.status else ""]
+    states = [_phase(scene), scene.status.state if scene.status else ""]
     text.append("  " + ", ".join(dict.fromkeys(state for state in states if state)))
-    if scene.away_s > 0.0:
+    if scene.missed:
         text.append(
             f"  synchronizer away for {duration(scene.away_s)}, learners train on", style="yellow"
         )
     return text
+
+
+def _phase(scene: Scene) -> str:
+    """Phase of the supervisor, which calls running what has not begun yet, too."""
+    return "starting" if scene.status is None and scene.phase in _RUNNING else scene.phase
+
+
+def process_table(processes: Mapping[str, tuple[str, int]]) -> Table:
+    """Returns the state of every process as the supervisor sees it, with its restarts."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("process", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("restarts", justify="right", no_wrap=True)
+    for name in sorted(processes, key=_natural):
+        state, restarts = processes[name]
+        table.add_row(name, state, str(restarts))
+    return table
 
 
 def _progress(status: admin_pb2.GetStatusResponse, eta_s: float | None) -> RenderableType:
@@ -142,8 +188,12 @@ def _merged(learner: admin_pb2.LearnerStatus) -> str:
 def _round_lines(status: admin_pb2.GetStatusResponse) -> list[str]:
     pace = status.pace
     lines = [
-        f"quorum {status.quorum}   grace {pace.grace_seconds:.3f} s   step {pace.step_seconds:.3f} "
-        f"s   participation {status.totals.participation:.0%}   H {status.totals.measured_h:.1f}"
+        f"since the synchronizer's start {duration(status.uptime_seconds)} ago: "
+        f"{', '.join(_totals(status.totals))}",
+        "up, down, merged: since the same start   behind: fragments behind, published and not yet "
+        "applied",
+        f"quorum {status.quorum}   grace {pace.grace_seconds:.3f} s   step "
+        f"{pace.step_seconds:.3f} s",
     ]
     for entry in status.rounds:
         asked = len(entry.pending) + len(entry.accepted)
@@ -157,6 +207,16 @@ def _round_lines(status: admin_pb2.GetStatusResponse) -> list[str]:
         lines.append(f"last pushes not merged: {', '.join(reasons)}")
     lines += [_wait_text(wait) for wait in status.waits]
     return lines
+
+
+def _totals(totals: admin_pb2.Totals) -> list[str]:
+    """What the synchronizer has counted since its start; a dash for what has no value yet."""
+    return [
+        f"up {size(totals.bytes_up)}",
+        f"down {size(totals.bytes_down)}",
+        f"participation {totals.participation:.0%}" if totals.live else "participation -",
+        f"H {totals.measured_h:.1f}" if totals.measured_h > 0.0 else "H -",
+    ]
 
 
 def _wait_text(wait: admin_pb2.Wait) -> str:
@@ -175,13 +235,15 @@ def plain_line(scene: Scene) -> str:
     """Returns the scene as one line without colours or control characters."""
     status = scene.status
     if status is None:
-        return f"{scene.phase or 'starting'}: waiting for the synchronizer to answer"
+        return f"{_phase(scene)}: waiting for the synchronizer to answer"
     total = f"/{status.total_global_steps}" if status.total_global_steps else ""
     parts = [f"step {status.global_step}{total}"]
     if scene.eta_s is not None:
         parts.append(f"eta {duration(scene.eta_s)}")
     live = [learner for learner in status.learners if learner.state == "live"]
-    losses = [learner.loss for learner in live if learner.HasField("loss")]
+    # When all have finished, their last losses stay.
+    shown = live or status.learners
+    losses = [learner.loss for learner in shown if learner.HasField("loss")]
     parts.append(f"live {len(live)}/{len(status.learners)}")
     if losses:
         parts.append(f"loss {sum(losses) / len(losses):.3f}")
@@ -189,15 +251,13 @@ def plain_line(scene: Scene) -> str:
         parts.append(f"held-out {scene.evaluation.loss:.3f}@{scene.evaluation.global_step}")
     parts += [
         f"tok/s {sum(learner.tokens_per_second for learner in live):,.0f}",
-        f"behind {max((learner.versions_behind for learner in live), default=0)}",
-        f"up {size(status.totals.bytes_up)}",
-        f"down {size(status.totals.bytes_down)}",
-        f"participation {status.totals.participation:.0%}",
-        f"H {status.totals.measured_h:.1f}",
+        f"fragments behind {max((learner.versions_behind for learner in live), default=0)}",
         f"quorum {status.quorum}",
         f"grace {status.pace.grace_seconds:.3f}s",
+        f"since the synchronizer's start {duration(status.uptime_seconds)} ago: "
+        f"{', '.join(_totals(status.totals))}",
     ]
-    if scene.away_s > 0.0:
+    if scene.missed:
         parts.append(f"synchronizer away {duration(scene.away_s)}")
     parts += [_wait_text(wait) for wait in status.waits if wait.seconds >= 1.0]
     return " | ".join(parts)

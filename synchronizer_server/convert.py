@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
+from decoupled_diloco.v1 import types_pb2
 from decoupled_diloco.wire import malformed
 from synchronizer_server.core.effects import Outcome
 
 MAX_ID_CHARS: Final = 128
+MAX_TENSORS: Final = 20_000
+MAX_DIMENSIONS: Final = 8
+MAX_FRAGMENTS: Final = 20_000
 
 OUTCOMES: Final = {
     Outcome.ACCEPTED: pb.PUSH_OUTCOME_ACCEPTED,
@@ -29,6 +34,22 @@ def check_id(text: str, what: str) -> str:
             f"{what} is {text[:40]!r}: give 1 to {MAX_ID_CHARS} printable characters, no spaces"
         )
     return text
+
+
+def check_tensors(messages: Sequence[types_pb2.TensorSpec]) -> None:
+    """Refuses a list of tensors that no model has, before anything is done with it.
+
+    Raises:
+        DilocoError: MALFORMED.
+    """
+    if len(messages) > MAX_TENSORS:
+        raise malformed(f"{len(messages)} tensors, at most {MAX_TENSORS} can be")
+    for message in messages:
+        if len(message.shape) > MAX_DIMENSIONS:
+            raise malformed(
+                f"tensor {message.name[:40]!r} has {len(message.shape)} dimensions, at most "
+                f"{MAX_DIMENSIONS} can be"
+            )
 
 
 def loss_from(message: pb.InnerStep) -> float | None:

@@ -15,7 +15,7 @@ from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.versions import Incarnation
 from decoupled_diloco.wire import incarnation_to, malformed, tensors_from
 from synchronizer_server.commits import layout_description
-from synchronizer_server.convert import check_id
+from synchronizer_server.convert import check_id, check_tensors
 from synchronizer_server.core import events as ev
 from synchronizer_server.core.roster import LearnerState
 from synchronizer_server.engine import Engine
@@ -101,20 +101,26 @@ class JoinDesk:
             raise DilocoError(Reason.DRAINING, "the synchronizer stops; try again later")
 
     async def _check_layout(self, request: pb.JoinRequest) -> None:
-        tensors = tensors_from(request.tensors)
         engine = self._engine
         settings = engine.parts.settings
+        check_tensors(request.tensors)
+        # Off the loop: a model of many tensors takes a while, and nothing may be behind a Join.
+        runner = engine.parts.committer.store_runner
+        tensors = await runner.submit(lambda: tensors_from(request.tensors))
         if engine.layout is None:
-            layout = build_layout(
-                tensors,
-                strategy=Strategy(settings.strategy),
-                num_fragments=settings.num_fragments,
-                overlap=settings.overlap,
+            layout = await runner.submit(
+                lambda: build_layout(
+                    tensors,
+                    strategy=Strategy(settings.strategy),
+                    num_fragments=settings.num_fragments,
+                    overlap=settings.overlap,
+                )
             )
             self._check_fingerprint(request, layout)
             await self._fix_layout(layout)
             return
-        difference = first_difference(engine.layout.tensors, tensors)
+        ours = engine.layout.tensors
+        difference = await runner.submit(lambda: first_difference(ours, tensors))
         if difference is not None:
             raise DilocoError(
                 Reason.LAYOUT_MISMATCH,
@@ -190,7 +196,7 @@ class JoinDesk:
                 learner_id, term=term, at_least=at_least
             )
         except DilocoError as error:
-            if error.reason is not Reason.MEMBERSHIP_UNAVAILABLE:
+            if error.reason not in {Reason.MEMBERSHIP_UNAVAILABLE, Reason.MALFORMED}:
                 raise
             logger.warning("%s joins without the membership: %s", learner_id, error.message)
             return Incarnation(term, at_least + 1)

@@ -21,7 +21,7 @@ from diloco_fleet.director import Director
 from diloco_fleet.fleet_settings import FleetSettings, Resolved, resolve
 from diloco_fleet.journal import FleetJournal
 from diloco_fleet.local import Bounds, Outcome, Supervisor
-from diloco_fleet.metrics import FLEET
+from diloco_fleet.metrics import FLEET, SYNCHRONIZER, last_round
 from diloco_fleet.plan import Plan, make_plan
 from diloco_fleet.prepare import existing_run, new_run, write_run
 from diloco_fleet.process import Restart, RestartPolicy
@@ -165,6 +165,7 @@ def _run(files: RunFiles, resolved: Resolved, plan: Plan) -> int:
         policy=RestartPolicy(restart=Restart(fleet.restart), max_restarts=fleet.max_restarts),
         bounds=Bounds(drain_s=fleet.drain_s, finish_s=fleet.finish_s),
         journal=journal,
+        is_complete=lambda: _is_complete(files, resolved.run.value.total_global_steps),
     )
     with closing(journal), hold_run(files):
         outcome = _supervise(
@@ -212,6 +213,12 @@ def _supervise(
     return outcome
 
 
+def _is_complete(files: RunFiles, total_global_steps: int) -> bool:
+    """Whether the synchronizer has committed the last global step."""
+    newest = last_round(files.metrics_of(SYNCHRONIZER))
+    return newest is not None and 0 < total_global_steps <= newest.global_step
+
+
 @contextmanager
 def _stop_signals(supervisor: Supervisor) -> Iterator[None]:
     """Ctrl-C, SIGTERM and a closed terminal ask the supervisor to stop."""
@@ -228,6 +235,7 @@ def _stop_signals(supervisor: Supervisor) -> Iterator[None]:
 
 def _finish(files: RunFiles, screen: Screen) -> None:
     """Writes the report and shows its figures; a failure here is said and stops nothing."""
+    screen.say("writing the report, picture and sample")
     try:
         report = make_report(files)
     except DilocoError as error:

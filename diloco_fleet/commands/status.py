@@ -11,14 +11,30 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from decoupled_diloco.errors import Reason, UsageError
-from diloco_fleet.director import last_evaluation
-from diloco_fleet.metrics import EVALUATOR
+from decoupled_diloco.errors import CATALOGUE, EXIT_OK, DilocoError, Reason, UsageError
+from decoupled_diloco.v1 import admin_pb2
+from diloco_fleet.metrics import EVALUATOR, last_evaluation
 from diloco_fleet.plain import to_plain
-from diloco_fleet.run_files import RUNS_FOLDER, FleetFile, RunFiles, find_run, read_fleet
+from diloco_fleet.run_files import (
+    RUNS_FOLDER,
+    FleetFile,
+    RunFiles,
+    find_run,
+    is_running,
+    read_fleet,
+)
 from diloco_fleet.screen import open_screen
 from diloco_fleet.status import Snapshot, StatusClient, StatusPoller
-from diloco_fleet.view import Eta, Scene, render
+from diloco_fleet.view import Eta, Scene, process_table, render
+
+_SILENCE = {
+    "running": "the fleet runs and its synchronizer does not answer right now: it is starting or "
+    "being restarted, and the learners train on",
+    "finishing": "the run is complete; its synchronizer does not answer any more",
+    "draining": "the fleet drains; its synchronizer does not answer right now",
+    "ended": "the processes of the fleet have ended; its report is being written",
+}
+"""What it means that the synchronizer of a fleet is silent, by the state in ``fleet.json``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +46,10 @@ class _Target:
 
     def fleet(self) -> FleetFile | None:
         return read_fleet(self.files.fleet) if self.files else None
+
+    def is_running(self) -> bool:
+        """Whether a fleet is known to be at work, whatever its synchronizer does."""
+        return self.files is not None and is_running(self.files)
 
 
 @click.command()
@@ -44,31 +64,57 @@ class _Target:
 @click.option("--insecure", is_flag=True, help="allow plaintext to another machine")
 def command(
     run_dir: Path | None, address: str | None, as_json: bool, watch: bool, insecure: bool
-) -> None:
+) -> int:
     """Show what a running fleet does now."""
     if run_dir is not None and address is not None:
         raise UsageError(Reason.CONFIG_CONFLICT, "give --run-dir or --address, not both")
     if watch and as_json:
         raise UsageError(Reason.CONFIG_CONFLICT, "give --watch or --json, not both")
     target = _target(run_dir, address)
-    client = StatusClient(target.address, insecure=insecure)
-    try:
-        status = client.status()
-    finally:
-        client.close()
+    status = _ask(target, insecure=insecure)
     if watch:
         _watch(target, insecure=insecure)
-    elif as_json:
+        return EXIT_OK
+    if as_json:
         fleet = target.fleet()
         values = {
             "address": target.address,
-            "status": to_plain(status),
+            "status": to_plain(status) if status else None,
             "fleet": dataclasses.asdict(fleet) if fleet else None,
         }
         click.echo(json.dumps(values, indent=2))
-    else:
+    elif status is not None:
         snapshot = Snapshot(status=status, away_s=0.0, layout=None)
         Console().print(render(_scene(target, snapshot, Eta())))
+    else:
+        _show_silence(target)
+    return EXIT_OK if status is not None else CATALOGUE[Reason.UNAVAILABLE].exit_code
+
+
+def _ask(target: _Target, *, insecure: bool) -> admin_pb2.GetStatusResponse | None:
+    """Asks the synchronizer; None where it does not answer and its fleet is at work all the same.
+
+    Raises:
+        DilocoError: UNAVAILABLE where no fleet is known to be at work.
+    """
+    client = StatusClient(target.address, insecure=insecure)
+    try:
+        return client.status()
+    except DilocoError as error:
+        if error.reason is Reason.UNAVAILABLE and target.is_running():
+            return None
+        raise
+    finally:
+        client.close()
+
+
+def _show_silence(target: _Target) -> None:
+    """Shows what the supervisor knows of a fleet whose synchronizer does not answer."""
+    fleet = target.fleet()
+    assert fleet is not None, "found by its file"
+    click.echo(f"{fleet.run_id}  {fleet.address}  {fleet.state}")
+    click.echo(_SILENCE.get(fleet.state, _SILENCE["running"]))
+    Console().print(process_table(_processes(fleet)))
 
 
 def _target(run_dir: Path | None, address: str | None) -> _Target:
@@ -93,19 +139,18 @@ def _watch(target: _Target, *, insecure: bool) -> None:
 def _scene(target: _Target, snapshot: Snapshot, eta: Eta) -> Scene:
     status, fleet = snapshot.status, target.fleet()
     evaluation = last_evaluation(target.files.metrics_of(EVALUATOR)) if target.files else None
-    processes = (
-        {entry.name: (entry.state, entry.restarts) for entry in fleet.processes} if fleet else {}
-    )
-    eta_s = None
-    if status is not None:
-        eta_s = eta.estimate(time.monotonic(), status.global_step, status.total_global_steps)
+    phase = fleet.state if fleet else ""
     return Scene(
         run_id=status.run_id if status else "",
         address=target.address,
-        phase=fleet.state if fleet else "",
+        phase=phase,
         status=status,
         away_s=snapshot.away_s,
-        eta_s=eta_s,
+        eta_s=eta.of(time.monotonic(), status, phase=phase, away_s=snapshot.away_s),
         evaluation=evaluation,
-        processes=processes,
+        processes=_processes(fleet) if fleet else {},
     )
+
+
+def _processes(fleet: FleetFile) -> dict[str, tuple[str, int]]:
+    return {entry.name: (entry.state, entry.restarts) for entry in fleet.processes}

@@ -25,9 +25,9 @@ from decoupled_diloco.errors import DOMAIN, DilocoError, Reason, UsageError
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 """Largest message either end takes; a chunk of 1 MiB and its header fit."""
 
-KEEPALIVE_INTERVAL_S: Final = 30.0
-KEEPALIVE_TIMEOUT_S: Final = 10.0
-MIN_PING_INTERVAL_S: Final = 20.0
+KEEPALIVE_INTERVAL_S: Final = 10.0
+KEEPALIVE_TIMEOUT_S: Final = 5.0
+MIN_PING_INTERVAL_S: Final = 5.0
 """Shortest interval of a client's pings that a server puts up with; below the client's own."""
 
 RECONNECT_INITIAL_S: Final = 0.2

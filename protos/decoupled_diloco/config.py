@@ -40,6 +40,7 @@ P = ParamSpec("P")
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 Origin = Literal["flag", "env", "file", "default"]
 
+_MAX_FILE_BYTES: Final = 1 << 20
 ENV_PREFIX: Final = "DILOCO_"
 """Prefix of the environment variables that carry settings: ``DILOCO_QUORUM`` sets ``quorum``."""
 
@@ -186,6 +187,9 @@ def read_section(
             a section or key that nobody knows.
     """
     try:
+        size = file.stat().st_size
+        if not file.is_file() or size > _MAX_FILE_BYTES:
+            raise ValueError(f"it is no regular file of at most {_MAX_FILE_BYTES} bytes")
         document = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         what = getattr(error, "strerror", None) or str(error)

@@ -152,7 +152,9 @@ class PushDesk:
                 learner.num_refused += 1
             else:
                 learner.num_dropped += 1
-        if first and verdict.reason not in {Reason.UNKNOWN_LEARNER, Reason.STALE_TERM}:
+        known = self.state.roster.find(key.learner_id) is not None
+        if first and known and verdict.reason is not Reason.STALE_TERM:
+            # Of learners only: what strangers send must not fill the memory.
             self._remember(key, verdict)
         self.state.effects.append(
             AnswerPush(

@@ -235,6 +235,10 @@ class Roster:
         return min([x.heard_at for x in live]) + timeout_s if live else None
 
     def median_step_s(self) -> float | None:
-        """Median over live learners of their own recent step time, seconds; None before any."""
+        """Median over live learners of their own recent step time, seconds; None before any.
+
+        Of an even number the faster of the two in the middle: a mean of both would let one slow
+        learner of two set the pace of the fleet.
+        """
         recent = [x.step_s for x in self.live() if x.step_s is not None]
-        return statistics.median(recent) if recent else None
+        return statistics.median_low(recent) if recent else None

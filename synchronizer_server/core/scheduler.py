@@ -207,7 +207,10 @@ class Scheduler:
             )
 
     def _measure_h(self, round_: Round) -> float | None:
-        """Inner steps of the median live learner since this fragment was merged before."""
+        """Inner steps of the median live learner since this fragment was merged before.
+
+        Of an even number the faster one, as for the pace.
+        """
         state = self.state
         before = state.steps_at_merge.get(round_.fragment, {})
         now = {x.learner_id: (x.incarnation, x.local_step) for x in state.roster.live()}
@@ -217,7 +220,7 @@ class Scheduler:
             if learner_id in before and before[learner_id][0] == incarnation
         ]
         state.steps_at_merge[round_.fragment] = now
-        return float(statistics.median(steps)) if steps else None
+        return float(statistics.median_high(steps)) if steps else None
 
     # -- pulling, merging, committing ------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.v1 import types_pb2
 from decoupled_diloco.wire import check_count, incarnation_from, malformed, version_from
+from synchronizer_server.convert import check_id
 from synchronizer_server.core import events as ev
 from synchronizer_server.core.events import PushKey
 from synchronizer_server.engine import Engine
@@ -31,6 +32,7 @@ async def push(engine: Engine, requests: AsyncIterator[pb.PushRequest]) -> pb.Pu
     if first is None or first.WhichOneof("kind") != "header":
         raise malformed("a push does not begin with a header")
     header = first.header
+    check_id(header.learner_id, "learner_id")
     key = PushKey(
         header.learner_id, incarnation_from(header.incarnation), header.global_step, header.fragment
     )
@@ -49,7 +51,8 @@ async def _push_outer_gradient(
     try:
         opened = _opened(key, header)
     except DilocoError as error:
-        engine.handle(_failed(key, error))  # its round does not wait for it
+        if engine.core.state.roster.current(key.learner_id, key.incarnation) is not None:
+            engine.handle(_failed(key, error))  # its round does not wait for it
         raise
     ticket = engine.tickets.take(key, header.encoding)
     engine.handle(opened)

@@ -9,7 +9,7 @@ from decoupled_diloco.errors import reason_of
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.versions import Incarnation
 from decoupled_diloco.wire import check_count, incarnation_from, malformed
-from synchronizer_server.convert import loss_from
+from synchronizer_server.convert import MAX_FRAGMENTS, loss_from
 from synchronizer_server.core import events as ev
 from synchronizer_server.engine import Engine
 from synchronizer_server.service.identity import require_current
@@ -93,6 +93,8 @@ def _event(stream: ReportStream, request: pb.ReportRequest) -> ev.Event:
 
 
 def _step(learner_id: str, incarnation: Incarnation, step: pb.InnerStep) -> ev.StepReported:
+    if len(step.clock.known_global_steps) > MAX_FRAGMENTS:
+        raise malformed(f"versions of {len(step.clock.known_global_steps)} fragments")
     return ev.StepReported(
         learner_id=learner_id,
         incarnation=incarnation,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from decoupled_diloco.channel import abort
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.v1 import synchronizer_pb2_grpc as rpc
-from decoupled_diloco.wire import incarnation_from
+from decoupled_diloco.wire import incarnation_from, malformed
 from synchronizer_server.core import events as ev
 from synchronizer_server.engine import Engine
 from synchronizer_server.joining import JoinDesk
@@ -29,10 +31,16 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 async def refuse(context: Context, error: Exception) -> NoReturn:
     """Ends an RPC with a status: ours as it is, any other as INTERNAL (the log says more)."""
-    if not isinstance(error, DilocoError):
+    answer = error
+    if isinstance(error, DecodeError):
+        answer = malformed("a message that is no protobuf of this protocol")
+    elif not isinstance(error, DilocoError):
         logger.error("an RPC failed", exc_info=error)
-        error = DilocoError(Reason.INTERNAL, "the synchronizer failed; its log says more")
-    await abort(context, error)
+        answer = DilocoError(Reason.INTERNAL, "the synchronizer failed; its log says more")
+    # What the failed call held (whole messages of strangers) would live on with the exception.
+    traceback.clear_frames(error.__traceback__)
+    assert isinstance(answer, DilocoError), "one of the three"
+    await abort(context, answer)
 
 
 async def answer(context: Context, work: Awaitable[T]) -> T:

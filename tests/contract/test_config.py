@@ -223,6 +223,13 @@ def test_a_malformed_file_is_refused_with_its_path(tmp_path, content):
     assert caught.value.reason is Reason.CONFIG_INVALID
 
 
+@pytest.mark.parametrize("path", ["/dev/zero", "large.toml"])
+def test_what_is_no_ordinary_file_is_refused_before_it_is_read(tmp_path, path):
+    (tmp_path / "large.toml").write_bytes(b"#" * ((1 << 20) + 1))
+    with pytest.raises(UsageError, match="regular file"):
+        load_settings(Engine, flags={}, environ={}, file=tmp_path / path, section="engine")
+
+
 @pytest.mark.parametrize("name", ["missing.toml", "."])
 def test_a_file_that_is_not_there_or_is_a_folder_is_refused(tmp_path, name):
     with pytest.raises(UsageError, match="cannot be read") as caught:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -167,6 +171,66 @@ def test_status_without_a_fleet(somewhere: Path) -> None:
     refused(diloco("status", "--address", "a:1", "--run-dir", "x"), "CONFIG_CONFLICT")
     (somewhere / "fleet.json").write_text("[]")
     refused(diloco("status", "--run-dir", "."), "RUN_NOT_FOUND", "does not describe a fleet")
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("running", "does not answer right now: it is starting or being restarted, and the learn"),
+        ("draining", "the fleet drains"),
+        ("finishing", "the run is complete"),
+        ("ended", "its report is being written"),
+    ],
+)
+def test_status_of_a_fleet_whose_synchronizer_is_down(
+    somewhere: Path, state: str, words: str
+) -> None:
+    """The fleet is at work all the same, which is more than no answer."""
+    silent = dataclasses.replace(fleet_file("127.0.0.1:1"), state=state)
+    silent.write(somewhere / "fleet.json")
+    refused(diloco("status", "--run-dir", "."), "UNAVAILABLE", "127.0.0.1:1", code=75)
+    with hold_run(RunFiles(somewhere)):
+        result = diloco("status", "--run-dir", ".")
+        as_json = diloco("status", "--run-dir", ".", "--json")
+    assert result.exit_code == as_json.exit_code == 75
+    assert words in result.output
+    assert re.search(r"learner-0 +running +3", result.output)
+    values = json.loads(as_json.output)
+    assert values["status"] is None
+    assert values["fleet"]["processes"][0]["restarts"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--help"], 0), (["version"], 0), (["status", "--help"], 0), (["status"], 75)],
+)
+def test_who_only_looks_does_not_wait_for_torch(
+    somewhere: Path, arguments: list[str], code: int
+) -> None:
+    """torch takes seconds to import; here it cannot be imported at all."""
+    root = somewhere / "runs" / "amber"
+    root.mkdir(parents=True)
+    fleet_file("127.0.0.1:1").write(root / "fleet.json")
+    script = "import sys; sys.modules['torch'] = None; from diloco_fleet.cli import main; main()"
+    with hold_run(RunFiles(root)):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
+        )
+    assert done.returncode == code, done.stderr
+    assert done.stdout
+
+
+def test_the_list_of_commands_says_what_their_own_help_says() -> None:
+    context = click.Context(cli.diloco)
+    for name, summary in cli.COMMANDS.items():
+        command = cli.diloco.get_command(context, name)
+        assert command is not None
+        assert command.help is not None
+        assert " ".join(command.help.split("\n\n")[0].split()).replace(" directory RUN", "") in (
+            summary,
+            summary.replace("of a run", "of the run"),
+        )
+        assert summary in diloco("--help").output
 
 
 def test_generate_and_report_without_a_run() -> None:

@@ -106,6 +106,38 @@ def test_a_run_without_end_keeps_a_schedule() -> None:
     assert resolved.trainer.value.total_global_steps == TrainSettings().total_global_steps
 
 
+@pytest.mark.parametrize(
+    ("schedule", "flags", "environ", "length", "warmup"),
+    [
+        (800, {"total_global_steps": 1200}, {}, 1200, 40),
+        (800, {}, {"DILOCO_TOTAL_GLOBAL_STEPS": "1200"}, 1200, 40),
+        (800, {"total_global_steps": 30}, {}, 30, 3),
+        (800, {}, {}, 800, 40),
+        (800, {"total_global_steps": 0}, {}, 800, 40),
+        (900, {"total_global_steps": 1200}, {}, 900, 40),
+    ],
+)
+def test_the_schedule_of_a_resumed_run_follows_unless_it_had_a_length_of_its_own(
+    tmp_path: Path,
+    schedule: int,
+    flags: dict[str, object],
+    environ: dict[str, str],
+    length: int,
+    warmup: int,
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(
+        "[run]\ntotal_global_steps = 800\n"
+        f"[trainer]\ntotal_global_steps = {schedule}\nwarmup_steps = 40\n"
+    )
+    resolved = resolve(flags, environ, file, default_run_id="x")
+    trainer = resolved.trainer.value
+    assert (trainer.total_global_steps, trainer.warmup_steps) == (length, warmup)
+    said = [line for line in resolved.describe() if "schedule" in line]
+    followed = [f"the schedule of the learning rate follows: {length} global steps"]
+    assert said == (followed if length != schedule else [])
+
+
 def test_flag_before_environment_before_file(tmp_path: Path) -> None:
     file = tmp_path / "f.toml"
     file.write_text(
@@ -136,6 +168,8 @@ def test_what_is_written_loads_again(tmp_path: Path) -> None:
     assert again.fleet.value.slow_learner == ("1:0.5",)
     assert "pw" not in files.config.read_text()
     assert len(again.describe()) < 8, "a resumed run does not list the defaults"
+    for name in ("corpus_hash", "num_shards"):
+        assert not any(name in line for line in again.describe()), "nobody chose these"
     assert TrainSettings.from_json(files.trainer.read_text()) == written.trainer.value
     assert write_run(existing_run(files.root), again).trainer.value == written.trainer.value
 

@@ -16,7 +16,7 @@ import pytest
 
 from decoupled_diloco.errors import Reason
 from diloco_fleet.journal import FleetJournal
-from diloco_fleet.local import Bounds, Outcome, Supervisor
+from diloco_fleet.local import Bounds, Outcome, Phase, Supervisor
 from diloco_fleet.process import ProcessSpec, Restart, RestartPolicy
 from diloco_fleet.run_files import RunFiles, read_fleet
 
@@ -54,6 +54,7 @@ class Fleet:
         max_restarts: int = 5,
         drain_s: float = 30.0,
         finish_s: float = 30.0,
+        is_complete: Callable[[], bool] = lambda: False,
     ) -> Supervisor:
         return Supervisor(
             files=self.files,
@@ -65,6 +66,7 @@ class Fleet:
             policy=RestartPolicy(restart=restart, max_restarts=max_restarts),
             bounds=Bounds(drain_s=drain_s, finish_s=finish_s, interval_s=0.01),
             journal=self.open_journal(),
+            is_complete=is_complete,
         )
 
     def open_journal(self) -> FleetJournal:
@@ -101,6 +103,19 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
     yield fleet
     for journal in fleet.journals:
         journal.close()
+
+
+def once(condition: Callable[[], bool]) -> Callable[[], bool]:
+    """Holds the first time that the condition does, and then no more."""
+    held: list[bool] = []
+
+    def holds() -> bool:
+        if held or not condition():
+            return False
+        held.append(True)
+        return True
+
+    return holds
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -210,31 +225,54 @@ def test_a_process_that_always_dies_is_given_up(fleet: Fleet) -> None:
 
 def test_a_drain_stops_learners_then_evaluator_then_synchronizer(fleet: Fleet) -> None:
     names = ("learner-0", "learner-1", "evaluator", "synchronizer")
-    asked: list[bool] = []
-
-    def once() -> bool:
-        if not asked and fleet.up(*names):
-            asked.append(True)
-            return True
-        return False
-
-    outcome = fleet.run(fleet.supervisor([SERVES, SERVES], evaluator=SERVES), once)
+    outcome = fleet.run(
+        fleet.supervisor([SERVES, SERVES], evaluator=SERVES), once(lambda: fleet.up(*names))
+    )
     assert (outcome.word, outcome.exit_code) == ("drained", 143)
     assert set(fleet.order()[:2]) == {"learner-0", "learner-1"}
     assert fleet.order()[2:] == ["evaluator", "synchronizer"]
 
 
+def test_a_stop_after_the_last_global_step_leaves_a_complete_run(fleet: Fleet) -> None:
+    """Learners leave at once, the evaluator is given the time for its model."""
+    exports = "touch {name}.up; while [ ! -s order ]; do sleep 0.02; done; " + FINISHES
+    dies_of_it = "touch {name}.up; while :; do sleep 0.02; done"
+    outcome = fleet.run(
+        fleet.supervisor([dies_of_it, SERVES], evaluator=exports, is_complete=lambda: True),
+        once(lambda: fleet.up("learner-0", "learner-1", "evaluator", "synchronizer")),
+    )
+    assert (outcome.word, outcome.exit_code) == ("complete", 0)
+    assert fleet.order() == ["learner-1", "evaluator", "synchronizer"]
+    assert "learner-0 has stopped" in fleet.said
+    assert not any("SIGTERM" in sentence or "exit code" in sentence for sentence in fleet.said)
+
+
+def test_a_stop_while_the_run_finishes_leaves_a_complete_run(fleet: Fleet) -> None:
+    exports = "while ! grep -q learner-1 order; do sleep 0.02; done; " + FINISHES
+    supervisor = fleet.supervisor([FINISHES, SERVES], evaluator=exports)
+    outcome = fleet.run(
+        supervisor, once(lambda: supervisor.phase is Phase.FINISHING and fleet.up("learner-1"))
+    )
+    assert (outcome.word, outcome.exit_code) == ("complete", 0)
+    assert fleet.order() == ["learner-0", "learner-1", "evaluator", "synchronizer"]
+
+
+def test_a_drain_within_which_the_last_model_was_exported_is_complete(fleet: Fleet) -> None:
+    exports = 'trap "echo {name} >> order; exit 0" TERM; touch {name}.up; '
+    exports += "while :; do sleep 0.02; done"
+    supervisor = fleet.supervisor([SERVES], evaluator=exports)
+    outcome = fleet.run(
+        supervisor, once(lambda: fleet.up("learner-0", "evaluator", "synchronizer"))
+    )
+    assert (outcome.word, outcome.exit_code) == ("complete", 0)
+
+
 def test_a_drain_kills_what_does_not_stop_in_time(fleet: Fleet) -> None:
     deaf = 'trap "" TERM; touch {name}.up; while :; do sleep 0.02; done'
-    asked: list[bool] = []
-
-    def once() -> bool:
-        if not asked and fleet.up("learner-0", "evaluator", "synchronizer"):
-            asked.append(True)
-            return True
-        return False
-
-    outcome = fleet.run(fleet.supervisor([deaf], evaluator=SERVES, drain_s=0.2), once)
+    outcome = fleet.run(
+        fleet.supervisor([deaf], evaluator=SERVES, drain_s=0.2),
+        once(lambda: fleet.up("learner-0", "evaluator", "synchronizer")),
+    )
     assert outcome.word == "drained"
     learner = read_fleet(fleet.files.fleet).processes[2]
     assert (learner.state, learner.exit_code) == ("stopped", -signal.SIGKILL)

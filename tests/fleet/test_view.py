@@ -43,7 +43,8 @@ def status() -> admin_pb2.GetStatusResponse:
         ],
         learners=learners,
         pace=admin_pb2.PaceStatus(step_seconds=0.25, grace_seconds=0.125),
-        totals=admin_pb2.Totals(participation=0.975, measured_h=24.5, bytes_up=1_500_000),
+        totals=admin_pb2.Totals(live=40, participation=0.975, measured_h=24.5, bytes_up=1_500_000),
+        uptime_seconds=12.0,
     )  # fmt: skip
 
 
@@ -83,8 +84,9 @@ def drawn(what: Scene) -> str:
         "2x",
         "quorum 2",
         "grace 0.125 s",
-        "participation 98%",
-        "H 24.5",
+        "since the synchronizer's start 12 s ago: up 1.5 MB, down 0 B, participation 98%, H 24.5",
+        "up, down, merged: since the same start",
+        "behind: fragments behind",
         "round 201 of fragment 9: collecting, 1 of 2 in",
         "round 201 waits for quorum since 12 s: 1 of 2: learner-2",
         "held-out loss 2.7183 nats per token at global step 150",
@@ -115,10 +117,37 @@ def test_a_synchronizer_that_is_away_is_shown_and_is_no_error() -> None:
     assert "synchronizer away 1:15" in plain_line(away)
 
 
+@pytest.mark.parametrize("phase", ["finishing", "draining", "ended"])
+def test_a_synchronizer_that_is_to_end_is_not_missed(phase: str) -> None:
+    ending = scene(phase=phase, away_s=2.0)
+    assert "away" not in drawn(ending)
+    assert "train on" not in drawn(ending)
+    assert "away" not in plain_line(ending)
+
+
 def test_before_the_first_answer() -> None:
-    nothing = scene(status=None)
+    nothing = scene(status=None, away_s=12.0)
+    assert "amber  127.0.0.1:5  starting" in drawn(nothing)
     assert "waiting for the synchronizer to answer" in drawn(nothing)
-    assert plain_line(nothing) == "running: waiting for the synchronizer to answer"
+    assert "away" not in drawn(nothing), "nothing has started yet"
+    assert plain_line(nothing) == "starting: waiting for the synchronizer to answer"
+    assert plain_line(scene(status=None, phase="draining")).startswith("draining: ")
+
+
+def test_before_the_first_round_its_figures_are_a_dash() -> None:
+    early = status()
+    early.totals.Clear()
+    for shown in (drawn(scene(status=early)), plain_line(scene(status=early))):
+        assert "participation -, H -" in shown
+
+
+def test_the_last_loss_stays_when_the_learners_have_finished() -> None:
+    ended = status()
+    for learner in ended.learners:
+        learner.state = "left"
+    line = plain_line(scene(status=ended))
+    assert "live 0/3" in line
+    assert "loss 2.395" in line
 
 
 def test_the_plain_line_is_one_line_with_everything_that_matters() -> None:
@@ -131,7 +160,8 @@ def test_the_plain_line_is_one_line_with_everything_that_matters() -> None:
         "live 2/3",
         "loss 2.395",
         "held-out 2.718@150",
-        "behind 3",
+        "fragments behind 3",
+        "since the synchronizer's start 12 s ago: up 1.5 MB, down 0 B, participation 98%, H 24.5",
         "quorum 2",
         "grace 0.125s",
         "round 201 waits for quorum since 12 s: 1 of 2: learner-2",
@@ -155,6 +185,23 @@ def test_eta_from_the_pace_seen_so_far() -> None:
     assert eta.estimate(30.0, 40, 300) is None, "a synchronizer that went back starts it anew"
     assert eta.estimate(80.0, 90, 300) == pytest.approx(210.0)
     assert eta.estimate(100.0, 290, 300) == pytest.approx(1.0), "an old pace is forgotten"
+
+
+@pytest.mark.parametrize(
+    ("phase", "state", "away_s"),
+    [("running", "running", 3.0), ("draining", "running", 0.0), ("running", "draining", 0.0)],
+)
+def test_eta_does_not_count_on_while_nothing_moves(phase: str, state: str, away_s: float) -> None:
+    eta, seen = Eta(), status()
+    assert eta.of(10.0, seen) is None
+    seen.global_step = 300
+    assert eta.of(20.0, seen, phase="running") == pytest.approx(50.0)
+    seen.state = state
+    assert eta.of(40.0, seen, phase=phase, away_s=away_s) is None
+    seen.state = "running"
+    assert eta.of(50.0, seen) is None, "the time that was lost is not in the pace"
+    seen.global_step = 400
+    assert eta.of(60.0, seen) == pytest.approx(40.0)
 
 
 def test_lines_where_the_console_is_no_terminal() -> None:

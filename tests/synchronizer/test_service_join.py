@@ -26,12 +26,16 @@ pytestmark = pytest.mark.asyncio
 
 
 class AwayMembership(MemoryMembership):
-    """A membership that does not answer once the run has started."""
+    """A membership that does not answer, or answers nonsense, once the run has started."""
+
+    def __init__(self, reason: Reason = Reason.MEMBERSHIP_UNAVAILABLE) -> None:
+        super().__init__()
+        self._reason = reason
 
     async def grant_incarnation(
         self, learner_id: str, *, term: int, at_least: int = 0
     ) -> Incarnation:
-        raise DilocoError(Reason.MEMBERSHIP_UNAVAILABLE, "redis does not answer")
+        raise DilocoError(self._reason, "redis does not answer")
 
     async def mark_seeded(self, term: int) -> bool:
         raise DilocoError(Reason.MEMBERSHIP_UNAVAILABLE, "redis does not answer")
@@ -50,6 +54,16 @@ BAD_REQUESTS = {
     "no request id": ({"request_id": ""}, Reason.MALFORMED, "request_id"),
     "labels": ({"labels": {str(i): "" for i in range(33)}}, Reason.MALFORMED, "labels"),
     "no tensors": ({"tensors": []}, Reason.LAYOUT_IMPOSSIBLE, "tensors"),
+    "many tensors": (
+        {"tensors": [types_pb2.TensorSpec(name=str(i)) for i in range(20_001)]},
+        Reason.MALFORMED,
+        "20001",
+    ),
+    "many dimensions": (
+        {"tensors": [types_pb2.TensorSpec(name="w", shape=[1] * 9)]},
+        Reason.MALFORMED,
+        "dimensions",
+    ),
     "role": ({"tensors": [types_pb2.TensorSpec(name="w")]}, Reason.MALFORMED, "'w'"),
 }
 
@@ -155,10 +169,11 @@ async def test_many_join_at_once_to_shards_of_their_own_and_one_seeds() -> None:
         assert {a.layout_fingerprint for a in answers} == {fleet.layout.fingerprint}
 
 
+@pytest.mark.parametrize("reason", [Reason.MEMBERSHIP_UNAVAILABLE, Reason.MALFORMED])
 async def test_the_membership_failing_alone_keeps_nobody_out(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, reason: Reason
 ) -> None:
-    async with serving(membership=AwayMembership()) as fleet:
+    async with serving(membership=AwayMembership(reason)) as fleet:
         a, _b = await fleet.seeded("a", "b")
         assert a.joined.incarnation.number == 1
         again = await FakeLearner(fleet, "a").join(request_id="another-process")

@@ -231,3 +231,21 @@ async def test_a_refused_push_is_counted_by_reason_and_named_in_the_status() -> 
         assert dict(status.totals.pushes_by_reason) == {"NON_FINITE": 1}
         (learner,) = status.learners
         assert (learner.refused, learner.last_reason) == (1, "NON_FINITE")
+
+
+async def test_what_strangers_push_is_not_remembered() -> None:
+    """Else a stranger fills the memory with keys that nobody will ever ask for."""
+    async with serving() as fleet:
+        learner = await fleet.learner("a")
+        stranger = FakeLearner(fleet, "nobody")
+        stranger.incarnation = learner.incarnation
+        remembered = fleet.engine.core._desk._answers
+        for _ in range(3):
+            header = pb.PushHeader(
+                kind=pb.PUSH_KIND_OUTER_GRADIENT, learner_id="nobody",
+                base=types_pb2.Version(digest=b"x"),
+            )  # fmt: skip
+            assert (await refusal(stranger.send(header, b""))).reason is Reason.MALFORMED
+        header = pb.PushHeader(kind=pb.PUSH_KIND_OUTER_GRADIENT, learner_id="x" * 5000)
+        assert (await refusal(stranger.send(header, b""))).reason is Reason.MALFORMED
+        assert not remembered
