@@ -14,6 +14,9 @@ ifeq ($(filter cpu cuda existing,$(TORCH)),)
 $(error TORCH is '$(TORCH)'; one of cpu, cuda, existing)
 endif
 
+# Shortest inner step of `make run`, seconds: four learners share two cores at equal speeds with it.
+PACE ?= 0.2
+
 # More for the command: make run ARGS="--learners 2", make test ARGS="-k layout"
 ARGS ?=
 
@@ -44,7 +47,7 @@ help:
 
 .PHONY: run
 run: $(STAMP)
-	@$(BIN)/diloco run $(ARGS)
+	@$(BIN)/diloco run --pace $(PACE) $(ARGS)
 
 # Two workers at most: the tests start real processes. A file's tests stay together and in order.
 # Plugins are named: with TORCH=existing, those of the surrounding Python would join in.

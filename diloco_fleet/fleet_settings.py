@@ -192,19 +192,7 @@ def resolve(
             Reason.CONFIG_CONFLICT,
             "trainer_json cannot be given here; put the trainer's settings into section [trainer]",
         )
-    num_steps = run.value.total_global_steps or defaults.total_global_steps
-    followed = _followed(file, run.value)
-    trainer = _load(
-        TrainSettings,
-        "trainer",
-        (_without(flags, "total_global_steps"), _without_variable(environ), file),
-        {
-            "total_global_steps": num_steps,
-            "warmup_steps": _warmup(num_steps),
-            "num_shards": run.value.num_learners,
-        },
-        followed=followed,
-    )
+    trainer, notes = _load_trainer(run.value, flags, environ, file)
     if trainer.value.num_shards != run.value.num_learners:
         raise UsageError(
             Reason.CONFIG_CONFLICT,
@@ -213,10 +201,28 @@ def resolve(
         )
     fleet = _load(FleetSettings, "fleet", (flags, environ, file), {})
     fleet.value.slow_factors(run.value.num_learners)
-    notes = (
-        [f"the schedule of the learning rate follows: {num_steps} global steps"] if followed else []
+    return Resolved(run=run, trainer=trainer, fleet=fleet, notes=notes)
+
+
+def _load_trainer(
+    run: RunSettings, flags: Mapping[str, object], environ: Mapping[str, str], file: Path | None
+) -> tuple[Loaded[TrainSettings], tuple[str, ...]]:
+    """Loads the trainer's section for a run; the second value are its notes for people."""
+    num_steps = run.total_global_steps or TrainSettings().total_global_steps
+    followed = _followed(file, run)
+    trainer = _load(
+        TrainSettings,
+        "trainer",
+        (_without(flags, "total_global_steps"), _without_variable(environ), file),
+        {
+            "total_global_steps": num_steps,
+            "warmup_steps": _warmup(num_steps),
+            "num_shards": run.num_learners,
+        },
+        followed=followed,
     )
-    return Resolved(run=run, trainer=trainer, fleet=fleet, notes=tuple(notes))
+    note = f"the schedule of the learning rate follows: {num_steps} global steps"
+    return trainer, (note,) if followed else ()
 
 
 def _warmup(num_steps: int) -> int:

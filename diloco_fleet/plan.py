@@ -18,6 +18,9 @@ from diloco_fleet.metrics import EVALUATOR, SYNCHRONIZER
 from diloco_fleet.process import ProcessSpec
 from diloco_fleet.run_files import RunFiles
 
+MAX_LOCAL_LEARNERS: Final = 256
+"""Learners that `diloco run` starts at most: each is a process with its own PyTorch."""
+
 _HOST: Final = "127.0.0.1"
 
 
@@ -47,6 +50,12 @@ def make_plan(
         UsageError: PORT_IN_USE, DEVICE_UNAVAILABLE, CONFIG_INVALID for no device.
     """
     run, fleet = resolved.run.value, resolved.fleet.value
+    if run.num_learners > MAX_LOCAL_LEARNERS:
+        raise UsageError(
+            Reason.CONFIG_INVALID,
+            f"num_learners is {run.num_learners}; one machine runs at most {MAX_LOCAL_LEARNERS} "
+            "learners as processes: lower --learners, or start learners on more machines",
+        )
     devices = [learner_device(fleet.device, index) for index in range(run.num_learners)]
     address = f"{_HOST}:{free_port(fleet.port)}"
     environment = child_environment(environ, num_learners=run.num_learners)

@@ -305,7 +305,7 @@ def print_blows(found: list[Aftermath]) -> None:
 
 @click.command(help=__doc__)
 @click.option("--global-steps", default=800, show_default=True, help="length of both runs")
-@click.option("--pace", default=0.0, show_default=True, help="shortest inner step, seconds")
+@click.option("--pace", default=0.2, show_default=True, help="shortest inner step, seconds")
 @click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="settings, TOML")
 @click.option("--keep", type=click.Path(path_type=Path), help="folder that keeps both runs")
 @click.option("--write/--no-write", default=True, help="write fleet.json")

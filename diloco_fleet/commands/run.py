@@ -165,7 +165,7 @@ def _run(files: RunFiles, resolved: Resolved, plan: Plan) -> int:
         policy=RestartPolicy(restart=Restart(fleet.restart), max_restarts=fleet.max_restarts),
         bounds=Bounds(drain_s=fleet.drain_s, finish_s=fleet.finish_s),
         journal=journal,
-        is_complete=lambda: _is_complete(files, resolved.run.value.total_global_steps),
+        is_complete=lambda: is_complete(files, resolved.run.value.total_global_steps),
     )
     with closing(journal), hold_run(files):
         outcome = _supervise(
@@ -177,7 +177,7 @@ def _run(files: RunFiles, resolved: Resolved, plan: Plan) -> int:
             journal=journal,
         )
         if outcome.word != "killed":
-            _finish(files, screen)
+            finish(files, screen)
     if outcome.error is not None:
         raise outcome.error
     return outcome.exit_code
@@ -213,7 +213,7 @@ def _supervise(
     return outcome
 
 
-def _is_complete(files: RunFiles, total_global_steps: int) -> bool:
+def is_complete(files: RunFiles, total_global_steps: int) -> bool:
     """Whether the synchronizer has committed the last global step."""
     newest = last_round(files.metrics_of(SYNCHRONIZER))
     return newest is not None and 0 < total_global_steps <= newest.global_step
@@ -233,7 +233,7 @@ def _stop_signals(supervisor: Supervisor) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _finish(files: RunFiles, screen: Screen) -> None:
+def finish(files: RunFiles, screen: Screen) -> None:
     """Writes the report and shows its figures; a failure here is said and stops nothing."""
     screen.say("writing the report, picture and sample")
     try:

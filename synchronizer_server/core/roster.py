@@ -18,6 +18,7 @@ from decoupled_diloco.versions import Incarnation
 from synchronizer_server.core.events import LearnerJoined, StepReported
 
 _INTERVALS: Final = 5
+_MOST_ABOVE_LOW: Final = 1.1
 _RATE_SMOOTHING: Final = 0.2
 
 
@@ -237,8 +238,10 @@ class Roster:
     def median_step_s(self) -> float | None:
         """Median over live learners of their own recent step time, seconds; None before any.
 
-        Of an even number the faster of the two in the middle: a mean of both would let one slow
-        learner of two set the pace of the fleet.
+        Of an even number the mean of the two in the middle, but hardly above the faster one: else
+        one slow learner of two would set the pace of the fleet.
         """
         recent = [x.step_s for x in self.live() if x.step_s is not None]
-        return statistics.median_low(recent) if recent else None
+        if not recent:
+            return None
+        return min(statistics.median(recent), _MOST_ABOVE_LOW * statistics.median_low(recent))

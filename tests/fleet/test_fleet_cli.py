@@ -21,8 +21,9 @@ from click.testing import CliRunner, Result
 
 from decoupled_diloco.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 from diloco_fleet import cli
-from diloco_fleet.commands.run import command as run_command
+from diloco_fleet.commands import run as run_module
 from diloco_fleet.run_files import FleetFile, ProcessEntry, RunFiles, hold_run
+from diloco_fleet.screen import LineScreen
 from diloco_fleet.status import Layout, StatusClient, StatusPoller
 
 SURFACE = {
@@ -226,11 +227,8 @@ def test_the_list_of_commands_says_what_their_own_help_says() -> None:
         command = cli.diloco.get_command(context, name)
         assert command is not None
         assert command.help is not None
-        assert " ".join(command.help.split("\n\n")[0].split()).replace(" directory RUN", "") in (
-            summary,
-            summary.replace("of a run", "of the run"),
-        )
-        assert summary in diloco("--help").output
+        assert command.help.partition("\n")[0] == summary
+        assert f"{name} " in diloco("--help").output
 
 
 def test_generate_and_report_without_a_run() -> None:
@@ -329,4 +327,24 @@ def test_the_poller_says_that_the_synchronizer_is_away() -> None:
 
 
 def test_the_run_command_is_the_one_of_the_group() -> None:
-    assert cli.diloco.get_command(click.Context(cli.diloco), "run") is run_command
+    assert cli.diloco.get_command(click.Context(cli.diloco), "run") is run_module.command
+
+
+def test_the_silent_time_of_the_report_is_announced(somewhere: Path) -> None:
+    said: list[str] = []
+    run_module.finish(RunFiles(somewhere), LineScreen(said.append))
+    assert said[0].endswith(" writing the report, picture and sample")
+    assert " no report: " in said[1], "there is no run here"
+
+
+@pytest.mark.parametrize(("total", "complete"), [(9, False), (8, True), (0, False)])
+def test_a_run_is_complete_with_the_round_of_the_last_global_step(
+    somewhere: Path, total: int, complete: bool
+) -> None:
+    files = RunFiles(somewhere)
+    assert not run_module.is_complete(files, total)
+    files.metrics.mkdir()
+    committed = {"kind": "round", "time": 1, "global_step": 8, "fragment": 0, "contributors": []}
+    counted = {"live": [], "tokens": 0, "measured_h": None, "bytes_up": 0, "bytes_down": 0}
+    files.metrics_of("synchronizer").write_text(json.dumps(committed | counted) + "\n")
+    assert run_module.is_complete(files, total) is complete

@@ -107,14 +107,14 @@ def test_a_run_without_end_keeps_a_schedule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "flags", "environ", "length", "warmup"),
+    ("schedule", "flags", "environ", "expected"),
     [
-        (800, {"total_global_steps": 1200}, {}, 1200, 40),
-        (800, {}, {"DILOCO_TOTAL_GLOBAL_STEPS": "1200"}, 1200, 40),
-        (800, {"total_global_steps": 30}, {}, 30, 3),
-        (800, {}, {}, 800, 40),
-        (800, {"total_global_steps": 0}, {}, 800, 40),
-        (900, {"total_global_steps": 1200}, {}, 900, 40),
+        (800, {"total_global_steps": 1200}, {}, (1200, 40)),
+        (800, {}, {"DILOCO_TOTAL_GLOBAL_STEPS": "1200"}, (1200, 40)),
+        (800, {"total_global_steps": 30}, {}, (30, 3)),
+        (800, {}, {}, (800, 40)),
+        (800, {"total_global_steps": 0}, {}, (800, 40)),
+        (900, {"total_global_steps": 1200}, {}, (900, 40)),
     ],
 )
 def test_the_schedule_of_a_resumed_run_follows_unless_it_had_a_length_of_its_own(
@@ -122,8 +122,7 @@ def test_the_schedule_of_a_resumed_run_follows_unless_it_had_a_length_of_its_own
     schedule: int,
     flags: dict[str, object],
     environ: dict[str, str],
-    length: int,
-    warmup: int,
+    expected: tuple[int, int],
 ) -> None:
     file = tmp_path / "config.toml"
     file.write_text(
@@ -132,10 +131,10 @@ def test_the_schedule_of_a_resumed_run_follows_unless_it_had_a_length_of_its_own
     )
     resolved = resolve(flags, environ, file, default_run_id="x")
     trainer = resolved.trainer.value
-    assert (trainer.total_global_steps, trainer.warmup_steps) == (length, warmup)
+    assert (trainer.total_global_steps, trainer.warmup_steps) == expected
     said = [line for line in resolved.describe() if "schedule" in line]
-    followed = [f"the schedule of the learning rate follows: {length} global steps"]
-    assert said == (followed if length != schedule else [])
+    followed = [f"the schedule of the learning rate follows: {expected[0]} global steps"]
+    assert said == (followed if expected[0] != schedule else [])
 
 
 def test_flag_before_environment_before_file(tmp_path: Path) -> None:
@@ -205,3 +204,9 @@ def test_fleet_json_that_is_damaged_is_refused(tmp_path: Path) -> None:
         (tmp_path / "fleet.json").write_text(content)
         with pytest.raises(UsageError, match="RUN_NOT_FOUND"):
             read_fleet(tmp_path / "fleet.json")
+
+
+def test_more_learners_than_a_machine_can_run_are_refused_before_anything_starts(tmp_path) -> None:
+    with pytest.raises(UsageError, match="at most 256 learners") as caught:
+        make_plan(settled(num_learners=257), RunFiles(tmp_path), {})
+    assert caught.value.reason is Reason.CONFIG_INVALID

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import pytest
 from diloco_fleet.goodput import measure_stepping, stepping_intervals
 from diloco_fleet.lineage import lost_rounds
 from diloco_fleet.metrics import (
-    RunMetrics,
     last_evaluation,
     last_round,
     parse_metrics,
     read_metrics,
 )
-from diloco_fleet.plots import draw_losses, loss_curve, plot_losses
+from diloco_fleet.plots import plot_losses
 from diloco_fleet.report import Report, compute_report, percentile
 from diloco_fleet.report_text import markdown, summary_lines, write_report
 from diloco_fleet.run_files import RunFiles
@@ -354,51 +352,6 @@ def test_report_files_and_picture(tmp_path: Path) -> None:
         assert word in page
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert any("goodput" in line for line in summary_lines(report))
-
-
-def test_an_empty_run_has_a_picture_too(tmp_path: Path) -> None:
-    plot_losses(RunMetrics(), tmp_path / "loss.png", title="r")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_loss_curve_is_a_trailing_mean_of_bounded_size() -> None:
-    records = parse_metrics({"l": text(*(step(i, i, loss=float(i)) for i in range(10_000)))})
-    points = loss_curve(records.steps["l"])
-    assert len(points) <= 2001
-    assert points[-1] == (9999.0, pytest.approx(9999 - 199 / 2))
-
-
-def test_the_loss_curve_breaks_where_the_learner_was_not_stepping() -> None:
-    """A new life begins its mean anew; a long pause within a life only breaks the line."""
-    records = parse_metrics(
-        {
-            "l": text(
-                *(step(i, i, loss=6.0) for i in range(10)),
-                mark("start", 10.0),
-                *(step(11 + i, 10 + i, loss=2.0) for i in range(10)),
-                step(90.0, 20, loss=1.0),
-            )
-        }
-    )
-    points = loss_curve(records.steps["l"])
-    breaks = [index for index, (_, loss) in enumerate(points) if math.isnan(loss)]
-    assert breaks == [10, 21]
-    assert points[9] == (9.0, 6.0)
-    assert points[11] == (10.0, 2.0), "nothing of the earlier life is in it"
-    assert points[22] == (20.0, pytest.approx((4 * 2.0 + 1.0) / 5))
-
-
-def test_names_of_what_was_restarted_stand_apart_from_the_curves() -> None:
-    files = undisturbed()
-    files["fleet"] += text(
-        mark("restart", 103.0, process="learner-1"),
-        mark("restart", 105.0, process="learner-0"),
-        mark("restart", 107.0, process="learner-1"),
-    )
-    curves, rows = draw_losses(parse_metrics(files), "r").axes
-    assert not curves.texts
-    assert [label.get_text() for label in rows.get_yticklabels()] == ["learner-1", "learner-0"]
-    assert len(draw_losses(parse_metrics(undisturbed()), "r").axes) == 1
 
 
 def test_the_newest_record_is_read_from_the_end_of_a_file(tmp_path: Path) -> None:

@@ -85,8 +85,9 @@ def roster_of(**step_times):
 
 def test_one_slow_learner_of_two_does_not_set_the_pace():
     """A mean of both would hold the merges of the fast one."""
-    assert roster_of(fast=0.1, slow=2.0).median_step_s() == pytest.approx(0.1)
-    assert roster_of(a=0.1, b=0.1, c=2.0, d=2.0).median_step_s() == pytest.approx(0.1)
+    assert roster_of(fast=0.1, slow=2.0).median_step_s() == pytest.approx(0.11)
+    assert roster_of(a=0.1, b=0.1, c=2.0, d=2.0).median_step_s() == pytest.approx(0.11)
+    assert roster_of(a=0.1, b=0.102).median_step_s() == pytest.approx(0.101)
 
 
 def test_the_step_time_of_the_fleet_is_that_of_its_median_learner():
