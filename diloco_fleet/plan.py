@@ -50,12 +50,7 @@ def make_plan(
         UsageError: PORT_IN_USE, DEVICE_UNAVAILABLE, CONFIG_INVALID for no device.
     """
     run, fleet = resolved.run.value, resolved.fleet.value
-    if run.num_learners > MAX_LOCAL_LEARNERS:
-        raise UsageError(
-            Reason.CONFIG_INVALID,
-            f"num_learners is {run.num_learners}; one machine runs at most {MAX_LOCAL_LEARNERS} "
-            "learners as processes: lower --learners, or start learners on more machines",
-        )
+    _check_size(run.num_learners)
     devices = [learner_device(fleet.device, index) for index in range(run.num_learners)]
     address = f"{_HOST}:{free_port(fleet.port)}"
     environment = child_environment(environ, num_learners=run.num_learners)
@@ -102,6 +97,15 @@ def make_plan(
         evaluator=evaluator,
         learners=tuple(learners),
     )
+
+
+def _check_size(num_learners: int) -> None:
+    if num_learners > MAX_LOCAL_LEARNERS:
+        raise UsageError(
+            Reason.CONFIG_INVALID,
+            f"num_learners is {num_learners}; one machine runs at most {MAX_LOCAL_LEARNERS} "
+            "learners as processes: lower --learners, or start learners on more machines",
+        )
 
 
 def run_flags(run: RunSettings) -> list[str]:
