@@ -74,7 +74,7 @@ protos: $(STAMP)
 proof-%: FORCE
 	@if [[ ! -f benchmarks/proofs/$(subst -,_,$*).py ]]; then \
 		echo "error: no proof is called $*; there are: $(or $(PROOFS),none yet)" >&2; exit 64; fi
-	@$(MAKE) --no-print-directory $(STAMP)
+	@$(MAKE) --silent --no-print-directory $(STAMP)
 	@$(BIN)/python -u -m benchmarks.proofs.$(subst -,_,$*) $(ARGS) \
 		| tee benchmarks/proofs/$*.txt
 
