@@ -134,7 +134,10 @@ def _child(core: Path, output: Path, tests: tuple[str, ...]) -> int:
         "-p",
         "no:cacheprovider",
     ]
-    options += ["-p", "no:xdist", "-p", "no:cov", "-c", str(ROOT / "pyproject.toml")]
+    # Plugins by name, as `make test` does: those of a surrounding Python must not join in.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    options += ["-p", "asyncio", "-p", "timeout", "-p", "hypothesispytest"]
+    options += ["-c", str(ROOT / "pyproject.toml")]
     text, code = io.StringIO(), 0
     with redirect_stdout(text), redirect_stderr(text):
         for name in tests:  # file by file: most faults are found early
