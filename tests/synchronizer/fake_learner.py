@@ -178,6 +178,8 @@ class Fleet:
             self.engine.handle(ev.DrainStarted())
             await asyncio.wait_for(self.engine.complete.wait(), PATIENCE_S)
         await self.engine.close()
+        if drain:  # answers under way still arrive, as with the process
+            await self._server.stop(PATIENCE_S)
         await self._channel.close()
         await self._server.stop(0)
         self._close_runners()
