@@ -141,7 +141,7 @@ def test_the_connection_comes_back_after_an_outage():
             assert learner.status.state is State.TRAINING
             running.back()
             running.wait(lambda: sum(step.num_steps for step in service.steps) == 2)
-            assert learner.status.online
+            running.wait(lambda: learner.status.online)
             running.wait(lambda: service.heartbeats > 1)
 
 

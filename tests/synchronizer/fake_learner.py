@@ -238,18 +238,23 @@ class FakeLearner:
         hello = pb.ReportHello(learner_id=self.learner_id, incarnation=self.incarnation)
         await self.call.write(pb.ReportRequest(hello=hello))
         if read:
-            self._reader = asyncio.ensure_future(self._read(self.call))
+            self._reader = asyncio.ensure_future(self._read(self.call, self.told))
             core = self.fleet.engine.core
             await until(lambda: (x := core.state.roster.find(self.learner_id)) and x.live)
 
-    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def _read(
+        self,
+        call: grpc.aio.StreamStreamCall,
+        told: asyncio.Queue[pb.ReportResponse | DilocoError | None],
+    ) -> None:
+        """Each stream speaks into the queue that was there when it opened."""
         try:
             async for message in call:
-                self.told.put_nowait(message)
+                told.put_nowait(message)
         except grpc.aio.AioRpcError as error:
-            self.told.put_nowait(error_from_rpc(error))
+            told.put_nowait(error_from_rpc(error))
         else:
-            self.told.put_nowait(None)
+            told.put_nowait(None)
 
     async def step(self, num_tokens: int = 64, **clock: object) -> None:
         self.local_step += 1
