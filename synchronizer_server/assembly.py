@@ -21,11 +21,12 @@ from synchronizer_server.core.effects import RoundSummary
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.core.state import Restored
 from synchronizer_server.core.synchronizer import SynchronizerCore
-from synchronizer_server.engine import Engine, Parts
+from synchronizer_server.engine import Engine
 from synchronizer_server.joining import JoinDesk
 from synchronizer_server.ledger import make_record, restored_from
 from synchronizer_server.membership.base import Membership
 from synchronizer_server.merge.fragment_state import FragmentState
+from synchronizer_server.parts import Parts
 from synchronizer_server.runner import Runner
 from synchronizer_server.store.base import RoundStore, RunDescription
 from synchronizer_server.tensors import TensorBook
@@ -109,7 +110,7 @@ async def assemble(settings: RunSettings, outside: Outside, *, max_staged_bytes:
     committer.make_record = _record_maker(engine)
     _begin_term(engine, store, loaded, restored)
     if loaded is not None:
-        await engine.mark_seeded()  # it may have been away when the run was seeded
+        await engine.rounds.mark_seeded()  # it may have been away when the run was seeded
     return Assembled(engine=engine, joins=JoinDesk(engine, store))
 
 

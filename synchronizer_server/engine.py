@@ -8,57 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine
 
 from decoupled_diloco.errors import DilocoError, Reason
-from decoupled_diloco.journal import Journal
 from decoupled_diloco.layout import Layout
-from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.v1 import types_pb2
 from decoupled_diloco.versions import Incarnation
-from synchronizer_server.commits import Committer
 from synchronizer_server.convert import OUTCOMES
 from synchronizer_server.core import effects as fx
 from synchronizer_server.core import events as ev
-from synchronizer_server.core.synchronizer import SynchronizerCore
 from synchronizer_server.ledger import Ledger
-from synchronizer_server.membership.base import Membership
-from synchronizer_server.runner import Runner
+from synchronizer_server.parts import Parts
+from synchronizer_server.round_work import RoundWork
 from synchronizer_server.streams import ReportStream
 from synchronizer_server.tensors import TensorBook
 from synchronizer_server.tickets import TicketDesk
 from synchronizer_server.updates import UpdateBook
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True)
-class Parts:
-    """What an engine is made of; each part is a seam with more than one implementation.
-
-    Attributes:
-        settings: settings of the run.
-        core: the state machine.
-        membership: who is alive, and under which incarnation.
-        committer: persists and publishes.
-        tensors_runner: runs tensor work.
-        clock: monotonic seconds.
-        journal: events worth a figure later.
-        max_staged_bytes: bound on pushes under way.
-        leader_id: random id of this process.
-    """
-
-    settings: RunSettings
-    core: SynchronizerCore
-    membership: Membership
-    committer: Committer
-    tensors_runner: Runner
-    clock: Callable[[], float]
-    journal: Journal
-    max_staged_bytes: int
-    leader_id: str
 
 
 class Engine:
@@ -76,6 +44,7 @@ class Engine:
         self.tickets = TicketDesk(parts.max_staged_bytes)
         self.streams: dict[str, ReportStream] = {}
         self.ledger = Ledger()
+        self.rounds = RoundWork(parts, self.ledger, self.handle)
         self.complete = asyncio.Event()
         self.started_at = parts.clock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -192,17 +161,15 @@ class Engine:
             case fx.AnswerPush():
                 self._answer(effect)
             case fx.MergeRound():
-                self.spawn(self._merge(effect))
+                self.spawn(self.rounds.merge(effect))
             case fx.PersistRound():
-                self.spawn(self._persist(effect))
+                self.spawn(self.rounds.persist(effect))
             case fx.PublishRound():
-                self._publish(effect)
+                self.rounds.publish(effect)
             case fx.PersistSeed():
-                self.spawn(self._persist_seed())
+                self.spawn(self.rounds.persist_seed())
             case fx.PublishSeed():
-                self.parts.committer.publish_seed()
-                self.parts.journal.write("seeded")
-                logger.info("the run is seeded")
+                self.rounds.publish_seed()
             case fx.Fence() | fx.CloseStream():
                 self._end_stream(effect)
             case fx.Completed():
@@ -298,80 +265,13 @@ class Engine:
 
         self.spawn(finish())
 
-    # -- rounds ----------------------------------------------------------------------------------
-
-    async def _merge(self, effect: fx.MergeRound) -> None:
-        version = await self.parts.committer.merge(effect.global_step, effect.fragment)
-        self.handle(ev.RoundMerged(global_step=effect.global_step, version=version))
-
-    async def _persist(self, effect: fx.PersistRound) -> None:
-        step = effect.summary.global_step
-        try:
-            await self.parts.committer.persist(effect.summary)
-        except DilocoError as error:
-            self.handle(self._persist_failed(step, error))
-        else:
-            self.handle(ev.RoundPersisted(global_step=step))
-
-    def _persist_failed(self, global_step: int, error: DilocoError) -> ev.PersistFailed:
-        subject = f"round {global_step}" if global_step else "the seed"
-        logger.error("%s is not persisted, merging waits: %s", subject, error)
-        self.parts.journal.write(
-            "persist_failed", global_step=global_step, reason=str(error.reason)
-        )
-        return ev.PersistFailed(
-            global_step=global_step,
-            reason=error.reason,
-            message=error.message,
-            retry_after_s=PERSIST_RETRY_S,
-        )
-
-    def _publish(self, effect: fx.PublishRound) -> None:
-        summary = effect.summary
-        self.parts.committer.publish(summary)
-        self.ledger.published(summary)
-        self.parts.journal.write(
-            "round",
-            global_step=summary.global_step,
-            term=self.core.state.term,
-            fragment=summary.fragment,
-            contributors=[c.learner_id for c in summary.contributions],
-            live=list(summary.live),
-            dropped={d.learner_id: d.reason for d in summary.dropped},
-            weights=[c.weight for c in summary.contributions],
-            tokens=sum(c.num_tokens for c in summary.contributions),
-            grace_s=summary.grace_s,
-            quorum_s=summary.quorum_s,
-            sync_s=effect.sync_s,
-            step_s=summary.step_s,
-            measured_h=summary.measured_h,
-            bytes_up=self.ledger.bytes_up.total(),
-            bytes_down=self.ledger.bytes_down.total(),
-        )
-
-    async def _persist_seed(self) -> None:
-        try:
-            versions = await self.parts.committer.persist_seed()
-        except DilocoError as error:
-            self.handle(self._persist_failed(0, error))
-            return
-        await self.mark_seeded()
-        self.handle(ev.SeedPersisted(versions=versions))
-
-    async def mark_seeded(self) -> None:
-        """Tells the membership that this run must never be seeded again."""
-        try:
-            await self.parts.membership.mark_seeded(self.core.state.term)
-        except DilocoError as error:
-            logger.warning("the membership does not know that the run is seeded: %s", error)
+    # -- news and the end ----------------------------------------------------------------------
 
     def _completed(self, effect: fx.Completed) -> None:
         word = "complete" if self.core.state.finished else "drained"
         logger.info("%s at global step %d", word, effect.global_step)
         self.parts.journal.write(word, global_step=effect.global_step)
         self.complete.set()
-
-    # -- news ------------------------------------------------------------------------------------
 
     def _tell(self, effect: fx.WaitChanged | fx.LearnerChanged) -> None:
         if isinstance(effect, fx.WaitChanged):
@@ -393,7 +293,3 @@ class Engine:
     def live_incarnations(self) -> dict[str, Incarnation]:
         """Live learners and their incarnations, for a heartbeat batch."""
         return {x.learner_id: x.incarnation for x in self.core.state.roster.live()}
-
-
-PERSIST_RETRY_S = 1.0
-"""Wait before a failed commit is tried again, seconds."""

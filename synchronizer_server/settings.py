@@ -21,10 +21,17 @@ class ServerSettings:
     address: str = setting("127.0.0.1:50051", "host:port to listen on; port 0 takes any")
     store: Path = setting(Path("store"), "directory of the durable store; one run, one writer")
     durability: str = setting(
-        "disk", "disk: fsync before publish; async: a power cut may lose rounds"
+        "disk",
+        "disk: fsync before publish; standby: another process has it, disk where none is in sync; "
+        "async: a power cut may lose rounds",
     )
     redis: str | None = setting(
         None, "redis://host:port of the membership; without it, in memory", secret=True
+    )
+    peers: str = setting("", "addresses of the other synchronizers of the run, separated by commas")
+    advertise: str = setting("", "host:port at which others reach this synchronizer; its address")
+    key_file: Path | None = setting(
+        None, "file with the secret that signs claims of leadership; the same for all synchronizers"
     )
     journal: Path | None = setting(None, "file of events as JSON lines; none without it")
     health_address: str | None = setting(
@@ -40,7 +47,10 @@ class ServerSettings:
         parse_address(self.address)
         if self.health_address is not None:
             parse_address(self.health_address)
-        for name, allowed in (("durability", ("disk", "async")), ("log_format", ("text", "json"))):
+        for name, allowed in (
+            ("durability", ("disk", "standby", "async")),
+            ("log_format", ("text", "json")),
+        ):
             value = getattr(self, name)
             if value not in allowed:
                 raise UsageError(

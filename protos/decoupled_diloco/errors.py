@@ -51,6 +51,9 @@ class Reason(StrEnum):
     FENCED = "FENCED"
     STALE_TERM = "STALE_TERM"
     NOT_LEADING = "NOT_LEADING"
+    BAD_CLAIM = "BAD_CLAIM"
+    QUARANTINED = "QUARANTINED"
+    TOO_MANY_STREAMS = "TOO_MANY_STREAMS"
     DRAINING = "DRAINING"
     STARTING = "STARTING"
     UNAVAILABLE = "UNAVAILABLE"
@@ -77,6 +80,12 @@ class Reason(StrEnum):
     MALFORMED = "MALFORMED"
     # updates
     DIGEST_MISMATCH = "DIGEST_MISMATCH"
+    # recovery, data, snapshots
+    NO_DONOR = "NO_DONOR"
+    RECOVERY_VOID = "RECOVERY_VOID"
+    LEASE_LOST = "LEASE_LOST"
+    SNAPSHOT_FAILED = "SNAPSHOT_FAILED"
+    SNAPSHOT_NOT_FOUND = "SNAPSHOT_NOT_FOUND"
     # storage
     STORE_CORRUPT = "STORE_CORRUPT"
     STORE_LOST = "STORE_LOST"
@@ -134,6 +143,9 @@ CATALOGUE: Final[dict[Reason, Entry]] = {
     Reason.FENCED: _FENCED,
     Reason.STALE_TERM: Entry(status="FAILED_PRECONDITION", exit_code=EXIT_RETRY, retry=True),
     Reason.NOT_LEADING: _LATER,
+    Reason.BAD_CLAIM: Entry(status="PERMISSION_DENIED", exit_code=EXIT_INCOMPATIBLE),
+    Reason.QUARANTINED: _DROPPED,
+    Reason.TOO_MANY_STREAMS: Entry(status="RESOURCE_EXHAUSTED", exit_code=EXIT_RETRY, retry=True),
     Reason.DRAINING: _LATER,
     Reason.STARTING: _LATER,
     Reason.UNAVAILABLE: _LATER,
@@ -160,6 +172,11 @@ CATALOGUE: Final[dict[Reason, Entry]] = {
     ),
     Reason.MALFORMED: _BAD_PUSH,
     Reason.DIGEST_MISMATCH: _BAD_BYTES,
+    Reason.NO_DONOR: _LATER,
+    Reason.RECOVERY_VOID: _DROPPED,
+    Reason.LEASE_LOST: _DROPPED,
+    Reason.SNAPSHOT_FAILED: Entry(status="ABORTED", exit_code=EXIT_STORAGE, retry=True),
+    Reason.SNAPSHOT_NOT_FOUND: Entry(status="NOT_FOUND", exit_code=EXIT_USAGE),
     Reason.STORE_CORRUPT: _STORAGE,
     Reason.STORE_LOST: _STORAGE,
     Reason.STORE_LOCKED: _STORAGE,

@@ -15,6 +15,8 @@ PROTOCOL_VERSION: Final = 1
 
 MERGE_METHODS: Final = ("rda", "average")
 GRANULARITIES: Final = ("tensor", "fragment", "row")
+REPLICATIONS: Final = ("off", "one", "one-or-degrade")
+DATA_MODES: Final = ("shards", "leases")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,29 @@ class RunSettings:
     heartbeat_timeout_s: float = setting(
         5.0, "a learner silent for longer is no longer live; several intervals"
     )
+    lease_timeout_s: float = setting(
+        3.0, "a leader unheard by Redis for longer may be replaced; learners look elsewhere after 3"
+    )
+    replication: str = setting(
+        "one",
+        "off, one or one-or-degrade: whether a round is published before a standby has it; only "
+        "one pauses merging where neither standby nor Redis can be told",
+    )
+    quarantine_after: int = setting(
+        5, "refused pushes in a row after which a learner is left out for a while; 0 never"
+    )
+    norm_bound_factor: float = setting(
+        50.0, "an outer gradient with a norm this many times the fragment's usual one is refused"
+    )
+    data: str = setting(
+        "shards", "shards: one fixed shard per learner; leases: ranges are handed out, see docs"
+    )
+    data_length: int = setting(0, "samples of one pass over leased data; 0 for data without end")
+    data_lease_length: int = setting(256, "samples of one data lease")
+    snapshot_every: int = setting(
+        0, "global steps between snapshots of the whole fleet; 0 takes them only on request"
+    )
+    keep_snapshots: int = setting(2, "complete snapshots that are kept")
     push_floor_s: float = setting(
         1.0, "shortest time that a push gets, however fast the fleet steps"
     )
@@ -94,6 +119,8 @@ class RunSettings:
         _one_of("strategy", self.strategy, tuple(Strategy))
         _one_of("merge", self.merge, MERGE_METHODS)
         _one_of("granularity", self.granularity, GRANULARITIES)
+        _one_of("replication", self.replication, REPLICATIONS)
+        _one_of("data", self.data, DATA_MODES)
         if not self.run_id or any(c in self.run_id for c in "/\\{}: \t\n"):
             raise UsageError(
                 Reason.CONFIG_INVALID,
@@ -127,7 +154,8 @@ class RunSettings:
     def _check_numbers(self) -> None:
         at_least = {
             "num_learners": 1, "quorum": 1, "num_fragments": 1, "sync_interval": 1, "overlap": 1,
-            "retained_updates": 1, "total_global_steps": 0,
+            "retained_updates": 1, "total_global_steps": 0, "quarantine_after": 0,
+            "data_length": 0, "data_lease_length": 1, "snapshot_every": 0, "keep_snapshots": 1,
         }  # fmt: skip
         for name, low in at_least.items():
             value = getattr(self, name)
@@ -141,6 +169,8 @@ class RunSettings:
             "outer_learning_rate": (1e-9, 100.0),
             "outer_momentum": (0.0, 0.9999),
             "max_outer_gradient_norm": (1e-9, math.inf),
+            "norm_bound_factor": (1.0, math.inf),
+            "lease_timeout_s": (0.1, 3600.0),
             "heartbeat_interval_s": (0.01, 3600.0),
             "heartbeat_timeout_s": (0.02, 36000.0),
             "push_floor_s": (0.01, 3600.0),

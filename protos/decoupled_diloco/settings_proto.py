@@ -24,6 +24,10 @@ def settings_to_proto(settings: RunSettings) -> types_pb2.RunSettings:
         heartbeat_interval_seconds=settings.heartbeat_interval_s,
         push_timeout_seconds=settings.push_timeout_s,
         trainer_json=settings.trainer_json,
+        lease_timeout_seconds=settings.lease_timeout_s,
+        data=settings.data,
+        data_length=settings.data_length,
+        data_lease_length=settings.data_lease_length,
     )
 
 
@@ -49,6 +53,10 @@ def settings_from_proto(message: types_pb2.RunSettings) -> RunSettings:
         push_timeout_s=message.push_timeout_seconds,
         push_floor_s=min(message.push_timeout_seconds, 1.0),
         trainer_json=message.trainer_json,
+        lease_timeout_s=message.lease_timeout_seconds,
+        data=message.data,
+        data_length=message.data_length,
+        data_lease_length=message.data_lease_length,
     )
     check_codecs(settings)
     return settings

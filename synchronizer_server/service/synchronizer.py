@@ -107,6 +107,12 @@ class SynchronizerService(rpc.SynchronizerServiceServicer):
         async for message in answers(context, _unserved_stream()):
             yield message
 
+    async def LeaseData(
+        self, request: pb.LeaseDataRequest, context: Context
+    ) -> pb.LeaseDataResponse:
+        """Not served: every learner trains on its shard."""
+        return await answer(context, _unserved_lease())
+
     async def _leave(self, request: pb.LeaveRequest) -> pb.LeaveResponse:
         incarnation = incarnation_from(request.incarnation)
         require_current(self._engine, request.learner_id, incarnation)
@@ -131,3 +137,7 @@ async def _unserved_stream() -> AsyncIterator[pb.RecoverResponse]:
     raise DilocoError(
         Reason.UNIMPLEMENTED, "inner state of a peer is not relayed; watch for the parameters"
     )
+
+
+async def _unserved_lease() -> NoReturn:
+    raise DilocoError(Reason.UNIMPLEMENTED, "data is not leased; train on the shard of the Join")

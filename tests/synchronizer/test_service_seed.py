@@ -148,7 +148,7 @@ class FullStore(MemoryStore):
 async def test_a_seed_that_cannot_be_persisted_is_not_published_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("synchronizer_server.engine.PERSIST_RETRY_S", 0.2)
+    monkeypatch.setattr("synchronizer_server.round_work.PERSIST_RETRY_S", 0.2)
     async with serving(store=FullStore()) as fleet:
         watcher = FakeWatcher(fleet).start()
         learner = await fleet.learner("a")

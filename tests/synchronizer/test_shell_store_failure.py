@@ -33,7 +33,7 @@ class FailingStore(MemoryStore):
 async def test_a_round_that_cannot_be_persisted_is_not_published_and_tried_again(
     reason: Reason, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("synchronizer_server.engine.PERSIST_RETRY_S", 0.02)
+    monkeypatch.setattr("synchronizer_server.round_work.PERSIST_RETRY_S", 0.02)
     store = FailingStore()
     async with serving(settings=make_settings(num_learners=1), store=store) as fleet:
         (a,) = await fleet.seeded("a")
@@ -60,7 +60,7 @@ async def test_a_record_counts_the_tokens_of_its_own_cut_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Round 2 is accepted before round 1 is persisted; a crash in between forgets its tokens."""
-    monkeypatch.setattr("synchronizer_server.engine.PERSIST_RETRY_S", 0.02)
+    monkeypatch.setattr("synchronizer_server.round_work.PERSIST_RETRY_S", 0.02)
     store = FailingStore()
     async with serving(settings=make_settings(num_learners=1), store=store) as fleet:
         (a,) = await fleet.seeded("a")

@@ -121,6 +121,10 @@ class GetStatusResponse(_message.Message):
     PACE_FIELD_NUMBER: _builtins.int
     TOTALS_FIELD_NUMBER: _builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    REPLICATION_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Id of the run."""
     state: _builtins.str
@@ -133,6 +137,8 @@ class GetStatusResponse(_message.Message):
     """Minimum quorum, K."""
     uptime_seconds: _builtins.float
     """Seconds since this process started."""
+    role: _builtins.str
+    """leading, following or waiting."""
     @_builtins.property
     def claim(self) -> _types_pb2.LeadershipClaim:
         """Claim of leadership."""
@@ -161,6 +167,18 @@ class GetStatusResponse(_message.Message):
     def totals(self) -> Global___Totals:
         """Totals since this process started."""
 
+    @_builtins.property
+    def replication(self) -> Global___ReplicationStatus:
+        """How the leader is backed."""
+
+    @_builtins.property
+    def data(self) -> Global___DataStatus:
+        """What has become of the training data."""
+
+    @_builtins.property
+    def snapshot(self) -> Global___SnapshotStatus:
+        """The newest snapshots."""
+
     def __init__(
         self,
         *,
@@ -177,14 +195,166 @@ class GetStatusResponse(_message.Message):
         pace: Global___PaceStatus | None = ...,
         totals: Global___Totals | None = ...,
         uptime_seconds: _builtins.float = ...,
+        role: _builtins.str = ...,
+        replication: Global___ReplicationStatus | None = ...,
+        data: Global___DataStatus | None = ...,
+        snapshot: Global___SnapshotStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "pace", b"pace", "totals", b"totals"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "data", b"data", "pace", b"pace", "replication", b"replication", "snapshot", b"snapshot", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "global_step", b"global_step", "learners", b"learners", "pace", b"pace", "quorum", b"quorum", "rounds", b"rounds", "run_id", b"run_id", "state", b"state", "total_global_steps", b"total_global_steps", "totals", b"totals", "uptime_seconds", b"uptime_seconds", "versions", b"versions", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "data", b"data", "global_step", b"global_step", "learners", b"learners", "pace", b"pace", "quorum", b"quorum", "replication", b"replication", "role", b"role", "rounds", b"rounds", "run_id", b"run_id", "snapshot", b"snapshot", "state", b"state", "total_global_steps", b"total_global_steps", "totals", b"totals", "uptime_seconds", b"uptime_seconds", "versions", b"versions", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class ReplicationStatus(_message.Message):
+    """How a leader is backed, and how it holds its lease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    UNSAFE_ROUNDS_FIELD_NUMBER: _builtins.int
+    LEASE_HELD_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    mode: _builtins.str
+    """off, one or one-or-degrade."""
+    unsafe_rounds: _builtins.int
+    """Rounds published that a take-over now would lose."""
+    lease_held: _builtins.bool
+    """True while the lease of leadership is held."""
+    lease_seconds: _builtins.float
+    """Seconds for which it is held still."""
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
+        """Standbys that are connected or in sync."""
+
+    def __init__(
+        self,
+        *,
+        mode: _builtins.str = ...,
+        replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
+        unsafe_rounds: _builtins.int = ...,
+        lease_held: _builtins.bool = ...,
+        lease_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_held", b"lease_held", "lease_seconds", b"lease_seconds", "mode", b"mode", "replicas", b"replicas", "unsafe_rounds", b"unsafe_rounds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicationStatus: _TypeAlias = ReplicationStatus  # noqa: Y015
+
+@_typing.final
+class ReplicaStatus(_message.Message):
+    """A standby."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STANDBY_ID_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
+    IN_SYNC_FIELD_NUMBER: _builtins.int
+    ACKED_GLOBAL_STEP_FIELD_NUMBER: _builtins.int
+    standby_id: _builtins.str
+    """Id of the standby."""
+    connected: _builtins.bool
+    """True while its stream is open."""
+    in_sync: _builtins.bool
+    """True while a take-over by it loses nothing."""
+    acked_global_step: _builtins.int
+    """Last global step that it acknowledged."""
+    def __init__(
+        self,
+        *,
+        standby_id: _builtins.str = ...,
+        connected: _builtins.bool = ...,
+        in_sync: _builtins.bool = ...,
+        acked_global_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_global_step", b"acked_global_step", "connected", b"connected", "in_sync", b"in_sync", "standby_id", b"standby_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaStatus: _TypeAlias = ReplicaStatus  # noqa: Y015
+
+@_typing.final
+class DataStatus(_message.Message):
+    """Where the training data stands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_FREE_FIELD_NUMBER: _builtins.int
+    NUM_LEASED_FIELD_NUMBER: _builtins.int
+    NUM_MERGED_FIELD_NUMBER: _builtins.int
+    NUM_RETURNED_FIELD_NUMBER: _builtins.int
+    mode: _builtins.str
+    """shards or leases."""
+    epoch: _builtins.int
+    """Pass over the data, from 0."""
+    num_free: _builtins.int
+    """Samples of this pass that were never leased."""
+    num_leased: _builtins.int
+    """Samples that are on lease and not merged yet."""
+    num_merged: _builtins.int
+    """Samples that are merged into every fragment, over all passes."""
+    num_returned: _builtins.int
+    """Samples that were given back by learners that died, over all passes."""
+    def __init__(
+        self,
+        *,
+        mode: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        num_free: _builtins.int = ...,
+        num_leased: _builtins.int = ...,
+        num_merged: _builtins.int = ...,
+        num_returned: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "mode", b"mode", "num_free", b"num_free", "num_leased", b"num_leased", "num_merged", b"num_merged", "num_returned", b"num_returned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataStatus: _TypeAlias = DataStatus  # noqa: Y015
+
+@_typing.final
+class SnapshotStatus(_message.Message):
+    """The newest snapshots."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    AWAITED_FIELD_NUMBER: _builtins.int
+    complete: _builtins.str
+    """Name of the last complete one; empty before the first."""
+    pending: _builtins.str
+    """Name of the one under way; empty without one."""
+    @_builtins.property
+    def awaited(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Learners whose part is awaited."""
+
+    def __init__(
+        self,
+        *,
+        complete: _builtins.str = ...,
+        pending: _builtins.str = ...,
+        awaited: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "complete", b"complete", "pending", b"pending"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotStatus: _TypeAlias = SnapshotStatus  # noqa: Y015
 
 @_typing.final
 class Wait(_message.Message):
@@ -309,6 +479,10 @@ class LearnerStatus(_message.Message):
     LAST_REASON_FIELD_NUMBER: _builtins.int
     TOKENS_MERGED_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    TOKENS_PROCESSED_FIELD_NUMBER: _builtins.int
+    QUARANTINE_FIELD_NUMBER: _builtins.int
+    DATA_POSITION_FIELD_NUMBER: _builtins.int
+    DATA_STOP_FIELD_NUMBER: _builtins.int
     learner_id: _builtins.str
     """Its id."""
     state: _builtins.str
@@ -339,6 +513,14 @@ class LearnerStatus(_message.Message):
     """Reason of the last push that was dropped or refused."""
     tokens_merged: _builtins.int
     """Tokens that were merged."""
+    tokens_processed: _builtins.int
+    """Tokens that were reported, over all lives."""
+    quarantine: _builtins.str
+    """Why it is left out; empty where it is not."""
+    data_position: _builtins.int
+    """Data lease in use: position, and where it ends."""
+    data_stop: _builtins.int
+    """Position behind the lease in use."""
     @_builtins.property
     def incarnation(self) -> _types_pb2.Incarnation:
         """Its newest incarnation."""
@@ -367,10 +549,14 @@ class LearnerStatus(_message.Message):
         last_reason: _builtins.str = ...,
         tokens_merged: _builtins.int = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        tokens_processed: _builtins.int = ...,
+        quarantine: _builtins.str = ...,
+        data_position: _builtins.int = ...,
+        data_stop: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "incarnation", b"incarnation", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "accepted", b"accepted", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "dropped", b"dropped", "heard_seconds_ago", b"heard_seconds_ago", "incarnation", b"incarnation", "labels", b"labels", "last_reason", b"last_reason", "learner_id", b"learner_id", "local_step", b"local_step", "loss", b"loss", "refused", b"refused", "shard", b"shard", "state", b"state", "tokens_merged", b"tokens_merged", "tokens_per_second", b"tokens_per_second", "versions_behind", b"versions_behind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "accepted", b"accepted", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "data_position", b"data_position", "data_stop", b"data_stop", "dropped", b"dropped", "heard_seconds_ago", b"heard_seconds_ago", "incarnation", b"incarnation", "labels", b"labels", "last_reason", b"last_reason", "learner_id", b"learner_id", "local_step", b"local_step", "loss", b"loss", "quarantine", b"quarantine", "refused", b"refused", "shard", b"shard", "state", b"state", "tokens_merged", b"tokens_merged", "tokens_per_second", b"tokens_per_second", "tokens_processed", b"tokens_processed", "versions_behind", b"versions_behind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
@@ -550,19 +736,23 @@ class DrainLearnerRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     LEARNER_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen once; a repeated request does nothing more."""
     learner_id: _builtins.str
     """The learner."""
+    reason: _builtins.str
+    """Why, for the learner's log."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         learner_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["learner_id", b"learner_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["learner_id", b"learner_id", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

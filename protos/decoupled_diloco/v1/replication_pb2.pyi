@@ -124,6 +124,8 @@ class ReplicateResponse(_message.Message):
     RECORD_FIELD_NUMBER: _builtins.int
     TENSOR_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def record(self) -> Global___ReplicateRecord:
         """A round record; tensors follow."""
@@ -136,22 +138,88 @@ class ReplicateResponse(_message.Message):
     def chunk(self) -> _types_pb2.Chunk:
         """A part of it."""
 
+    @_builtins.property
+    def run(self) -> Global___ReplicateRun:
+        """The run; always first."""
+
+    @_builtins.property
+    def state(self) -> Global___ReplicaState:
+        """Where the standby stands, whenever that changes."""
+
     def __init__(
         self,
         *,
         record: Global___ReplicateRecord | None = ...,
         tensor: Global___ReplicateTensor | None = ...,
         chunk: _types_pb2.Chunk | None = ...,
+        run: Global___ReplicateRun | None = ...,
+        state: Global___ReplicaState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "kind", b"kind", "record", b"record", "tensor", b"tensor"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "kind", b"kind", "record", b"record", "run", b"run", "state", b"state", "tensor", b"tensor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "kind", b"kind", "record", b"record", "tensor", b"tensor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "kind", b"kind", "record", b"record", "run", b"run", "state", b"state", "tensor", b"tensor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["record", "tensor", "chunk"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["record", "tensor", "chunk", "run", "state"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___ReplicateResponse: _TypeAlias = ReplicateResponse  # noqa: Y015
+
+@_typing.final
+class ReplicateRun(_message.Message):
+    """The run that is replicated."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLAIM_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_JSON_FIELD_NUMBER: _builtins.int
+    SETTINGS_JSON_FIELD_NUMBER: _builtins.int
+    description_json: _builtins.str
+    """Description of the run as the store keeps it, a JSON object; empty before the first Join."""
+    settings_json: _builtins.str
+    """Settings of the run, a JSON object: the standby's must be the same."""
+    @_builtins.property
+    def claim(self) -> _types_pb2.LeadershipClaim:
+        """Claim of leadership of who sends."""
+
+    def __init__(
+        self,
+        *,
+        claim: _types_pb2.LeadershipClaim | None = ...,
+        description_json: _builtins.str = ...,
+        settings_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "description_json", b"description_json", "settings_json", b"settings_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicateRun: _TypeAlias = ReplicateRun  # noqa: Y015
+
+@_typing.final
+class ReplicaState(_message.Message):
+    """Where a standby stands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IN_SYNC_FIELD_NUMBER: _builtins.int
+    in_sync: _builtins.bool
+    """True while nothing is published without the standby's acknowledgement, or without Redis
+    having been told that it is no longer so.
+    """
+    def __init__(
+        self,
+        *,
+        in_sync: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_sync", b"in_sync"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
 @_typing.final
 class ReplicateRecord(_message.Message):

@@ -348,6 +348,8 @@ class InnerStep(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     OVERHEAD_SECONDS_FIELD_NUMBER: _builtins.int
+    DATA_LEASE_ID_FIELD_NUMBER: _builtins.int
+    DATA_POSITION_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """Tokens trained since the report before."""
     num_steps: _builtins.int
@@ -358,6 +360,10 @@ class InnerStep(_message.Message):
     """Duration of the step in the user's loop."""
     overhead_seconds: _builtins.float
     """Time spent inside learner.step."""
+    data_lease_id: _builtins.int
+    """Data lease in use after the step; 0 without one. All leases before it are used up."""
+    data_position: _builtins.int
+    """First position of that lease that is not trained yet."""
     @_builtins.property
     def clock(self) -> _types_pb2.Clock:
         """The learner's clock; own_step is the local step."""
@@ -371,10 +377,12 @@ class InnerStep(_message.Message):
         loss: _builtins.float | None = ...,
         step_seconds: _builtins.float = ...,
         overhead_seconds: _builtins.float = ...,
+        data_lease_id: _builtins.int = ...,
+        data_position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "clock", b"clock", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "clock", b"clock", "loss", b"loss", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "overhead_seconds", b"overhead_seconds", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "clock", b"clock", "data_lease_id", b"data_lease_id", "data_position", b"data_position", "loss", b"loss", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "overhead_seconds", b"overhead_seconds", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
@@ -447,6 +455,9 @@ class ReportResponse(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     NOT_LEADING_FIELD_NUMBER: _builtins.int
+    DONATE_FIELD_NUMBER: _builtins.int
+    QUARANTINE_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def pull(self) -> Global___Pull:
         """Asks for an outer gradient."""
@@ -467,6 +478,18 @@ class ReportResponse(_message.Message):
     def not_leading(self) -> Global___NotLeading:
         """This synchronizer may not publish; look for the leader."""
 
+    @_builtins.property
+    def donate(self) -> Global___Donate:
+        """The learner is asked for its inner state, for a peer that recovers."""
+
+    @_builtins.property
+    def quarantine(self) -> Global___Quarantine:
+        """The learner is left out for a while; or no longer."""
+
+    @_builtins.property
+    def snapshot(self) -> Global___SnapshotNotice:
+        """A snapshot was begun, or is over: the marker for who has no other message to hear it by."""
+
     def __init__(
         self,
         *,
@@ -475,12 +498,15 @@ class ReportResponse(_message.Message):
         drain: Global___Drain | None = ...,
         stop: Global___Stop | None = ...,
         not_leading: Global___NotLeading | None = ...,
+        donate: Global___Donate | None = ...,
+        quarantine: Global___Quarantine | None = ...,
+        snapshot: Global___SnapshotNotice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "kind", b"kind", "not_leading", b"not_leading", "pull", b"pull", "schedule", b"schedule", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["donate", b"donate", "drain", b"drain", "kind", b"kind", "not_leading", b"not_leading", "pull", b"pull", "quarantine", b"quarantine", "schedule", b"schedule", "snapshot", b"snapshot", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "kind", b"kind", "not_leading", b"not_leading", "pull", b"pull", "schedule", b"schedule", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["donate", b"donate", "drain", b"drain", "kind", b"kind", "not_leading", b"not_leading", "pull", b"pull", "quarantine", b"quarantine", "schedule", b"schedule", "snapshot", b"snapshot", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["pull", "schedule", "drain", "stop", "not_leading"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["pull", "schedule", "drain", "stop", "not_leading", "donate", "quarantine", "snapshot"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -547,6 +573,88 @@ class Schedule(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Schedule: _TypeAlias = Schedule  # noqa: Y015
+
+@_typing.final
+class Donate(_message.Message):
+    """Asks a learner for its inner state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECOVERY_ID_FIELD_NUMBER: _builtins.int
+    KNOWN_GLOBAL_STEPS_FIELD_NUMBER: _builtins.int
+    recovery_id: _builtins.str
+    """Names the recovery; the donor's Recover stream repeats it."""
+    @_builtins.property
+    def known_global_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Global steps by fragment that the donor must have applied before it copies: what comes after
+        them, the recovering learner hears itself.
+        """
+
+    def __init__(
+        self,
+        *,
+        recovery_id: _builtins.str = ...,
+        known_global_steps: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_global_steps", b"known_global_steps", "recovery_id", b"recovery_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Donate: _TypeAlias = Donate  # noqa: Y015
+
+@_typing.final
+class Quarantine(_message.Message):
+    """Leaves a learner out: its pushes were refused again and again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why; empty where the quarantine is over."""
+    seconds: _builtins.float
+    """For how long."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quarantine: _TypeAlias = Quarantine  # noqa: Y015
+
+@_typing.final
+class SnapshotNotice(_message.Message):
+    """Says where the newest snapshot stands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GLOBAL_STEP_FIELD_NUMBER: _builtins.int
+    OVER_FIELD_NUMBER: _builtins.int
+    global_step: _builtins.int
+    """Its cut: the last global step that is part of it."""
+    over: _builtins.bool
+    """False while parts are awaited; true once it is over, complete or not."""
+    def __init__(
+        self,
+        *,
+        global_step: _builtins.int = ...,
+        over: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["global_step", b"global_step", "over", b"over"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotNotice: _TypeAlias = SnapshotNotice  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):
@@ -989,10 +1097,13 @@ class RecoverHello(_message.Message):
     DONOR_FIELD_NUMBER: _builtins.int
     CLOCK_FIELD_NUMBER: _builtins.int
     ENCODING_FIELD_NUMBER: _builtins.int
+    RECOVERY_ID_FIELD_NUMBER: _builtins.int
     learner_id: _builtins.str
     """Id of the learner."""
     donor: _builtins.bool
     """True for a donor."""
+    recovery_id: _builtins.str
+    """From a donor: the recovery that it was asked for."""
     @_builtins.property
     def incarnation(self) -> _types_pb2.Incarnation:
         """Its incarnation."""
@@ -1013,10 +1124,11 @@ class RecoverHello(_message.Message):
         donor: _builtins.bool = ...,
         clock: _types_pb2.Clock | None = ...,
         encoding: _types_pb2.Encoding | None = ...,
+        recovery_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "encoding", b"encoding", "incarnation", b"incarnation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "donor", b"donor", "encoding", b"encoding", "incarnation", b"incarnation", "learner_id", b"learner_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "donor", b"donor", "encoding", b"encoding", "incarnation", b"incarnation", "learner_id", b"learner_id", "recovery_id", b"recovery_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1087,6 +1199,86 @@ class RecoverHeader(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecoverHeader: _TypeAlias = RecoverHeader  # noqa: Y015
+
+@_typing.final
+class LeaseDataRequest(_message.Message):
+    """Asks for a range of the training data."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEARNER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CLOCK_FIELD_NUMBER: _builtins.int
+    learner_id: _builtins.str
+    """Id of the learner."""
+    request_id: _builtins.str
+    """Chosen once per lease; a repeated request gets the same lease again."""
+    @_builtins.property
+    def incarnation(self) -> _types_pb2.Incarnation:
+        """Its incarnation."""
+
+    @_builtins.property
+    def clock(self) -> _types_pb2.Clock:
+        """The learner's clock."""
+
+    def __init__(
+        self,
+        *,
+        learner_id: _builtins.str = ...,
+        incarnation: _types_pb2.Incarnation | None = ...,
+        request_id: _builtins.str = ...,
+        clock: _types_pb2.Clock | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "incarnation", b"incarnation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "incarnation", b"incarnation", "learner_id", b"learner_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseDataRequest: _TypeAlias = LeaseDataRequest  # noqa: Y015
+
+@_typing.final
+class LeaseDataResponse(_message.Message):
+    """Leases a range of the training data: samples start to stop of one pass over the data, in the
+    order of that pass.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    CLOCK_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.int
+    """Names the lease; goes up within an incarnation."""
+    epoch: _builtins.int
+    """The pass over the data (epoch), from 0."""
+    start: _builtins.int
+    """First position of the range."""
+    stop: _builtins.int
+    """Position behind the range; equal to start where there is nothing to lease now."""
+    @_builtins.property
+    def clock(self) -> _types_pb2.Clock:
+        """The synchronizer's clock."""
+
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        start: _builtins.int = ...,
+        stop: _builtins.int = ...,
+        clock: _types_pb2.Clock | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "epoch", b"epoch", "lease_id", b"lease_id", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseDataResponse: _TypeAlias = LeaseDataResponse  # noqa: Y015
 
 @_typing.final
 class LeaveRequest(_message.Message):

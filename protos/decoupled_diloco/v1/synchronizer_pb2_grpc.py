@@ -60,6 +60,11 @@ class SynchronizerServiceStub(object):
                 request_serializer=decoupled__diloco_dot_v1_dot_synchronizer__pb2.RecoverRequest.SerializeToString,
                 response_deserializer=decoupled__diloco_dot_v1_dot_synchronizer__pb2.RecoverResponse.FromString,
                 _registered_method=True)
+        self.LeaseData = channel.unary_unary(
+                '/decoupled_diloco.v1.SynchronizerService/LeaseData',
+                request_serializer=decoupled__diloco_dot_v1_dot_synchronizer__pb2.LeaseDataRequest.SerializeToString,
+                response_deserializer=decoupled__diloco_dot_v1_dot_synchronizer__pb2.LeaseDataResponse.FromString,
+                _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/decoupled_diloco.v1.SynchronizerService/Leave',
                 request_serializer=decoupled__diloco_dot_v1_dot_synchronizer__pb2.LeaveRequest.SerializeToString,
@@ -106,6 +111,13 @@ class SynchronizerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LeaseData(self, request, context):
+        """Leases a range of the training data.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Leave(self, request, context):
         """Says goodbye, so that nobody waits.
         """
@@ -140,6 +152,11 @@ def add_SynchronizerServiceServicer_to_server(servicer, server):
                     servicer.Recover,
                     request_deserializer=decoupled__diloco_dot_v1_dot_synchronizer__pb2.RecoverRequest.FromString,
                     response_serializer=decoupled__diloco_dot_v1_dot_synchronizer__pb2.RecoverResponse.SerializeToString,
+            ),
+            'LeaseData': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaseData,
+                    request_deserializer=decoupled__diloco_dot_v1_dot_synchronizer__pb2.LeaseDataRequest.FromString,
+                    response_serializer=decoupled__diloco_dot_v1_dot_synchronizer__pb2.LeaseDataResponse.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
@@ -283,6 +300,33 @@ class SynchronizerService(object):
             '/decoupled_diloco.v1.SynchronizerService/Recover',
             decoupled__diloco_dot_v1_dot_synchronizer__pb2.RecoverRequest.SerializeToString,
             decoupled__diloco_dot_v1_dot_synchronizer__pb2.RecoverResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaseData(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/decoupled_diloco.v1.SynchronizerService/LeaseData',
+            decoupled__diloco_dot_v1_dot_synchronizer__pb2.LeaseDataRequest.SerializeToString,
+            decoupled__diloco_dot_v1_dot_synchronizer__pb2.LeaseDataResponse.FromString,
             options,
             channel_credentials,
             insecure,

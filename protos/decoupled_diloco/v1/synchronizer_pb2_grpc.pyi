@@ -43,6 +43,8 @@ class SynchronizerServiceStub:
     """What differs from what the watcher holds, then every new version."""
     Recover: _grpc.StreamStreamMultiCallable[_synchronizer_pb2.RecoverRequest, _synchronizer_pb2.RecoverResponse]
     """Inner state of a healthy peer for a recovering learner, relayed as a bounded stream."""
+    LeaseData: _grpc.UnaryUnaryMultiCallable[_synchronizer_pb2.LeaseDataRequest, _synchronizer_pb2.LeaseDataResponse]
+    """Leases a range of the training data."""
     Leave: _grpc.UnaryUnaryMultiCallable[_synchronizer_pb2.LeaveRequest, _synchronizer_pb2.LeaveResponse]
     """Says goodbye, so that nobody waits."""
 
@@ -61,6 +63,8 @@ class SynchronizerServiceAsyncStub(SynchronizerServiceStub):
     """What differs from what the watcher holds, then every new version."""
     Recover: _aio.StreamStreamMultiCallable[_synchronizer_pb2.RecoverRequest, _synchronizer_pb2.RecoverResponse]  # type: ignore[assignment]
     """Inner state of a healthy peer for a recovering learner, relayed as a bounded stream."""
+    LeaseData: _aio.UnaryUnaryMultiCallable[_synchronizer_pb2.LeaseDataRequest, _synchronizer_pb2.LeaseDataResponse]  # type: ignore[assignment]
+    """Leases a range of the training data."""
     Leave: _aio.UnaryUnaryMultiCallable[_synchronizer_pb2.LeaveRequest, _synchronizer_pb2.LeaveResponse]  # type: ignore[assignment]
     """Says goodbye, so that nobody waits."""
 
@@ -106,6 +110,14 @@ class SynchronizerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_synchronizer_pb2.RecoverResponse], _abc.AsyncIterator[_synchronizer_pb2.RecoverResponse]]:
         """Inner state of a healthy peer for a recovering learner, relayed as a bounded stream."""
+
+    @_abc_1.abstractmethod
+    def LeaseData(
+        self,
+        request: _synchronizer_pb2.LeaseDataRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_synchronizer_pb2.LeaseDataResponse, _abc.Awaitable[_synchronizer_pb2.LeaseDataResponse]]:
+        """Leases a range of the training data."""
 
     @_abc_1.abstractmethod
     def Leave(

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x64\x65\x63oupled_diloco/v1/types.proto\x12\x13\x64\x65\x63oupled_diloco.v1\"<\n\x07Version\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\x13\n\x0bglobal_step\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"R\n\x0f\x46ragmentVersion\x12\x10\n\x08\x66ragment\x18\x01 \x01(\r\x12-\n\x07version\x18\x02 \x01(\x0b\x32\x1c.decoupled_diloco.v1.Version\"+\n\x0bIncarnation\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\x04\"S\n\x05\x43lock\x12\x0e\n\x06sender\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x10\n\x08own_step\x18\x03 \x01(\x04\x12\x1a\n\x12known_global_steps\x18\x04 \x03(\x04\"U\n\x0fLeadershipClaim\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x11\n\tleader_id\x18\x03 \x01(\t\x12\x11\n\tsignature\x18\x04 \x01(\x0c\"x\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12-\n\x04role\x18\x04 \x01(\x0e\x32\x1f.decoupled_diloco.v1.TensorRole\x12\x0f\n\x07\x61liases\x18\x05 \x03(\t\"V\n\x08\x45ncoding\x12\r\n\x05\x63odec\x18\x01 \x01(\t\x12\x14\n\x0cnum_elements\x18\x02 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"+\n\x05\x43hunk\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xd1\x02\n\x0bRunSettings\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rnum_fragments\x18\x02 \x01(\r\x12\x15\n\rsync_interval\x18\x03 \x01(\r\x12\x0f\n\x07overlap\x18\x04 \x01(\r\x12\x0e\n\x06quorum\x18\x05 \x01(\r\x12\x14\n\x0cnum_learners\x18\x06 \x01(\r\x12\x10\n\x08strategy\x18\x07 \x01(\t\x12\x10\n\x08\x63odec_up\x18\x08 \x01(\t\x12\x12\n\ncodec_down\x18\t \x01(\t\x12\x1a\n\x12total_global_steps\x18\n \x01(\x04\x12!\n\x19heartbeat_timeout_seconds\x18\x0b \x01(\x01\x12\"\n\x1aheartbeat_interval_seconds\x18\x0c \x01(\x01\x12\x1c\n\x14push_timeout_seconds\x18\r \x01(\x01\x12\x14\n\x0ctrainer_json\x18\x0e \x01(\t*Z\n\nTensorRole\x12\x1b\n\x17TENSOR_ROLE_UNSPECIFIED\x10\x00\x12\x19\n\x15TENSOR_ROLE_EMBEDDING\x10\x01\x12\x14\n\x10TENSOR_ROLE_BODY\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x64\x65\x63oupled_diloco/v1/types.proto\x12\x13\x64\x65\x63oupled_diloco.v1\"<\n\x07Version\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\x13\n\x0bglobal_step\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"R\n\x0f\x46ragmentVersion\x12\x10\n\x08\x66ragment\x18\x01 \x01(\r\x12-\n\x07version\x18\x02 \x01(\x0b\x32\x1c.decoupled_diloco.v1.Version\"+\n\x0bIncarnation\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\x04\"e\n\x05\x43lock\x12\x0e\n\x06sender\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x10\n\x08own_step\x18\x03 \x01(\x04\x12\x1a\n\x12known_global_steps\x18\x04 \x03(\x04\x12\x10\n\x08snapshot\x18\x05 \x01(\x04\"U\n\x0fLeadershipClaim\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x11\n\tleader_id\x18\x03 \x01(\t\x12\x11\n\tsignature\x18\x04 \x01(\x0c\"x\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12-\n\x04role\x18\x04 \x01(\x0e\x32\x1f.decoupled_diloco.v1.TensorRole\x12\x0f\n\x07\x61liases\x18\x05 \x03(\t\"V\n\x08\x45ncoding\x12\r\n\x05\x63odec\x18\x01 \x01(\t\x12\x14\n\x0cnum_elements\x18\x02 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"+\n\x05\x43hunk\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xae\x03\n\x0bRunSettings\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rnum_fragments\x18\x02 \x01(\r\x12\x15\n\rsync_interval\x18\x03 \x01(\r\x12\x0f\n\x07overlap\x18\x04 \x01(\r\x12\x0e\n\x06quorum\x18\x05 \x01(\r\x12\x14\n\x0cnum_learners\x18\x06 \x01(\r\x12\x10\n\x08strategy\x18\x07 \x01(\t\x12\x10\n\x08\x63odec_up\x18\x08 \x01(\t\x12\x12\n\ncodec_down\x18\t \x01(\t\x12\x1a\n\x12total_global_steps\x18\n \x01(\x04\x12!\n\x19heartbeat_timeout_seconds\x18\x0b \x01(\x01\x12\"\n\x1aheartbeat_interval_seconds\x18\x0c \x01(\x01\x12\x1c\n\x14push_timeout_seconds\x18\r \x01(\x01\x12\x14\n\x0ctrainer_json\x18\x0e \x01(\t\x12\x1d\n\x15lease_timeout_seconds\x18\x0f \x01(\x01\x12\x0c\n\x04\x64\x61ta\x18\x10 \x01(\t\x12\x13\n\x0b\x64\x61ta_length\x18\x11 \x01(\x04\x12\x19\n\x11\x64\x61ta_lease_length\x18\x12 \x01(\x04*Z\n\nTensorRole\x12\x1b\n\x17TENSOR_ROLE_UNSPECIFIED\x10\x00\x12\x19\n\x15TENSOR_ROLE_EMBEDDING\x10\x01\x12\x14\n\x10TENSOR_ROLE_BODY\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'decoupled_diloco.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TENSORROLE']._serialized_start=1014
-  _globals['_TENSORROLE']._serialized_end=1104
+  _globals['_TENSORROLE']._serialized_start=1125
+  _globals['_TENSORROLE']._serialized_end=1215
   _globals['_VERSION']._serialized_start=56
   _globals['_VERSION']._serialized_end=116
   _globals['_FRAGMENTVERSION']._serialized_start=118
@@ -40,15 +40,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INCARNATION']._serialized_start=202
   _globals['_INCARNATION']._serialized_end=245
   _globals['_CLOCK']._serialized_start=247
-  _globals['_CLOCK']._serialized_end=330
-  _globals['_LEADERSHIPCLAIM']._serialized_start=332
-  _globals['_LEADERSHIPCLAIM']._serialized_end=417
-  _globals['_TENSORSPEC']._serialized_start=419
-  _globals['_TENSORSPEC']._serialized_end=539
-  _globals['_ENCODING']._serialized_start=541
-  _globals['_ENCODING']._serialized_end=627
-  _globals['_CHUNK']._serialized_start=629
-  _globals['_CHUNK']._serialized_end=672
-  _globals['_RUNSETTINGS']._serialized_start=675
-  _globals['_RUNSETTINGS']._serialized_end=1012
+  _globals['_CLOCK']._serialized_end=348
+  _globals['_LEADERSHIPCLAIM']._serialized_start=350
+  _globals['_LEADERSHIPCLAIM']._serialized_end=435
+  _globals['_TENSORSPEC']._serialized_start=437
+  _globals['_TENSORSPEC']._serialized_end=557
+  _globals['_ENCODING']._serialized_start=559
+  _globals['_ENCODING']._serialized_end=645
+  _globals['_CHUNK']._serialized_start=647
+  _globals['_CHUNK']._serialized_end=690
+  _globals['_RUNSETTINGS']._serialized_start=693
+  _globals['_RUNSETTINGS']._serialized_end=1123
 # @@protoc_insertion_point(module_scope)

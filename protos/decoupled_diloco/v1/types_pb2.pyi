@@ -137,12 +137,17 @@ class Clock(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     OWN_STEP_FIELD_NUMBER: _builtins.int
     KNOWN_GLOBAL_STEPS_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     sender: _builtins.str
     """Who sends: learner id, or the leader's id."""
     term: _builtins.int
     """Term of leadership as the sender knows it."""
     own_step: _builtins.int
     """The sender's own step: local step of a learner, global step of a synchronizer."""
+    snapshot: _builtins.int
+    """Cut of the newest snapshot that the sender has recorded its part of, as a global step; 0
+    before the first. To who has not recorded that cut yet, the message is the marker.
+    """
     @_builtins.property
     def known_global_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Global step of the version known of each fragment, by index; empty before the first."""
@@ -154,10 +159,11 @@ class Clock(_message.Message):
         term: _builtins.int = ...,
         own_step: _builtins.int = ...,
         known_global_steps: _abc.Iterable[_builtins.int] | None = ...,
+        snapshot: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_global_steps", b"known_global_steps", "own_step", b"own_step", "sender", b"sender", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_global_steps", b"known_global_steps", "own_step", b"own_step", "sender", b"sender", "snapshot", b"snapshot", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -319,6 +325,10 @@ class RunSettings(_message.Message):
     HEARTBEAT_INTERVAL_SECONDS_FIELD_NUMBER: _builtins.int
     PUSH_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     TRAINER_JSON_FIELD_NUMBER: _builtins.int
+    LEASE_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    DATA_LENGTH_FIELD_NUMBER: _builtins.int
+    DATA_LEASE_LENGTH_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Id of the run."""
     num_fragments: _builtins.int
@@ -347,6 +357,16 @@ class RunSettings(_message.Message):
     """No push may take longer than this, whatever was measured."""
     trainer_json: _builtins.str
     """Settings of the shipped trainer as a JSON object; empty where a user's own loop trains."""
+    lease_timeout_seconds: _builtins.float
+    """Time without a sign of its holder after which a lease of leadership is over; a learner that
+    sees no new version for three of these asks the other addresses.
+    """
+    data: _builtins.str
+    """Where training data comes from: shards (one fixed shard per learner) or leases."""
+    data_length: _builtins.int
+    """Samples of one pass over the leased data; 0 for data without an end."""
+    data_lease_length: _builtins.int
+    """Samples of one data lease."""
     def __init__(
         self,
         *,
@@ -364,10 +384,14 @@ class RunSettings(_message.Message):
         heartbeat_interval_seconds: _builtins.float = ...,
         push_timeout_seconds: _builtins.float = ...,
         trainer_json: _builtins.str = ...,
+        lease_timeout_seconds: _builtins.float = ...,
+        data: _builtins.str = ...,
+        data_length: _builtins.int = ...,
+        data_lease_length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_down", b"codec_down", "codec_up", b"codec_up", "heartbeat_interval_seconds", b"heartbeat_interval_seconds", "heartbeat_timeout_seconds", b"heartbeat_timeout_seconds", "num_fragments", b"num_fragments", "num_learners", b"num_learners", "overlap", b"overlap", "push_timeout_seconds", b"push_timeout_seconds", "quorum", b"quorum", "run_id", b"run_id", "strategy", b"strategy", "sync_interval", b"sync_interval", "total_global_steps", b"total_global_steps", "trainer_json", b"trainer_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_down", b"codec_down", "codec_up", b"codec_up", "data", b"data", "data_lease_length", b"data_lease_length", "data_length", b"data_length", "heartbeat_interval_seconds", b"heartbeat_interval_seconds", "heartbeat_timeout_seconds", b"heartbeat_timeout_seconds", "lease_timeout_seconds", b"lease_timeout_seconds", "num_fragments", b"num_fragments", "num_learners", b"num_learners", "overlap", b"overlap", "push_timeout_seconds", b"push_timeout_seconds", "quorum", b"quorum", "run_id", b"run_id", "strategy", b"strategy", "sync_interval", b"sync_interval", "total_global_steps", b"total_global_steps", "trainer_json", b"trainer_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,78 @@
+"""The seam between a synchronizer and the keeper of the lease of leadership (design section 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from decoupled_diloco.claims import Claim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseView:
+    """What the keeper says of one group of one run.
+
+    Attributes:
+        holder: claim of who holds the lease now; None where nobody does.
+        address: where the holder is reached; empty without one.
+        remaining_s: how long the lease lasts still, by the keeper's clock; 0 without a holder.
+        term: highest term that the keeper knows; 0 where it knows none.
+        in_sync: standbys by whose take-over nothing is lost; None where the keeper knows nothing
+            of this run: it is new, or the keeper was emptied.
+    """
+
+    holder: Claim | None
+    address: str
+    remaining_s: float
+    term: int
+    in_sync: frozenset[str] | None
+
+
+class LeaseKeeper(Protocol):
+    """Lease, term and standbys in sync of one group of one run; every call is one round trip.
+
+    Every call may raise ``DilocoError``: ``MEMBERSHIP_UNAVAILABLE`` when the keeper does not
+    answer (whether it did what was asked is then unknown), ``MALFORMED`` when what it holds is
+    not ours. The keeper checks no signatures; who reads does.
+    """
+
+    async def read(self) -> LeaseView:
+        """What the keeper says now."""
+
+    async def acquire(
+        self, claim: Claim, *, address: str, timeout_s: float, standby_id: str
+    ) -> LeaseView:
+        """Takes the lease, if it may: nobody else holds it, ``claim.term`` is above the keeper's
+        term, and ``standby_id`` is in ``in_sync`` or the keeper knows nothing of this run.
+
+        Taking it sets the term to the claim's and ``in_sync`` to nobody. Asking again with a claim
+        that holds the lease already renews it.
+
+        Returns:
+            What the keeper says afterwards; the lease is taken where ``holder == claim``.
+        """
+
+    async def renew(
+        self, claim: Claim, *, address: str, timeout_s: float, in_sync: Collection[str]
+    ) -> LeaseView:
+        """Prolongs the lease; takes it again where it ran out and nobody else took it, and where
+        the keeper was emptied, with ``term`` and ``in_sync`` written anew in that case alone.
+
+        Refused (nothing changes) where somebody else holds it or the keeper's term is higher.
+
+        Returns:
+            What the keeper says afterwards; the lease is held where ``holder == claim``.
+        """
+
+    async def set_in_sync(self, claim: Claim, standby_ids: Collection[str]) -> bool:
+        """Says which standbys are in sync; False, and nothing changes, where ``claim.term`` is
+        not the keeper's term or another claim holds the lease. Written anew where the keeper was
+        emptied.
+        """
+
+    async def release(self, claim: Claim) -> None:
+        """Gives the lease up, if this claim holds it; term and standbys in sync stay."""
+
+    async def aclose(self) -> None:
+        """Releases what is held open. Calling it again does nothing."""

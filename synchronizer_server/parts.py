@@ -1,0 +1,40 @@
+"""What an engine is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from decoupled_diloco.journal import Journal
+from decoupled_diloco.settings import RunSettings
+from synchronizer_server.commits import Committer
+from synchronizer_server.core.synchronizer import SynchronizerCore
+from synchronizer_server.membership.base import Membership
+from synchronizer_server.runner import Runner
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What an engine is made of; each part is a seam with more than one implementation.
+
+    Attributes:
+        settings: settings of the run.
+        core: the state machine.
+        membership: who is alive, and under which incarnation.
+        committer: persists and publishes.
+        tensors_runner: runs tensor work.
+        clock: monotonic seconds.
+        journal: events worth a figure later.
+        max_staged_bytes: bound on pushes under way.
+        leader_id: random id of this process.
+    """
+
+    settings: RunSettings
+    core: SynchronizerCore
+    membership: Membership
+    committer: Committer
+    tensors_runner: Runner
+    clock: Callable[[], float]
+    journal: Journal
+    max_staged_bytes: int
+    leader_id: str

@@ -1,0 +1,108 @@
+"""Carries out what the core decides about rounds: merge, persist, publish, seed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from decoupled_diloco.errors import DilocoError
+from synchronizer_server.core import effects as fx
+from synchronizer_server.core import events as ev
+from synchronizer_server.ledger import Ledger
+from synchronizer_server.parts import Parts
+
+logger = logging.getLogger(__name__)
+
+PERSIST_RETRY_S: Final = 1.0
+"""Wait before a failed commit is tried again, seconds."""
+
+
+class RoundWork:
+    """The rounds' work beside the event loop.
+
+    Args:
+        parts: what the engine is made of.
+        ledger: counts what is published.
+        handle: feeds the core.
+    """
+
+    def __init__(self, parts: Parts, ledger: Ledger, handle: Callable[[ev.Event], object]) -> None:
+        self._parts = parts
+        self._ledger = ledger
+        self._handle = handle
+
+    async def merge(self, effect: fx.MergeRound) -> None:
+        """Computes the outer step of a full round."""
+        version = await self._parts.committer.merge(effect.global_step, effect.fragment)
+        self._handle(ev.RoundMerged(global_step=effect.global_step, version=version))
+
+    async def persist(self, effect: fx.PersistRound) -> None:
+        """Persists a merged round; a failure is tried again."""
+        step = effect.summary.global_step
+        try:
+            await self._parts.committer.persist(effect.summary)
+        except DilocoError as error:
+            self._handle(self._persist_failed(step, error))
+        else:
+            self._handle(ev.RoundPersisted(global_step=step))
+
+    def _persist_failed(self, global_step: int, error: DilocoError) -> ev.PersistFailed:
+        subject = f"round {global_step}" if global_step else "the seed"
+        logger.error("%s is not persisted, merging waits: %s", subject, error)
+        self._parts.journal.write(
+            "persist_failed", global_step=global_step, reason=str(error.reason)
+        )
+        return ev.PersistFailed(
+            global_step=global_step,
+            reason=error.reason,
+            message=error.message,
+            retry_after_s=PERSIST_RETRY_S,
+        )
+
+    def publish(self, effect: fx.PublishRound) -> None:
+        """Puts a persisted round before every watcher."""
+        summary = effect.summary
+        self._parts.committer.publish(summary)
+        self._ledger.published(summary)
+        self._parts.journal.write(
+            "round",
+            global_step=summary.global_step,
+            term=self._parts.core.state.term,
+            fragment=summary.fragment,
+            contributors=[c.learner_id for c in summary.contributions],
+            live=list(summary.live),
+            dropped={d.learner_id: d.reason for d in summary.dropped},
+            weights=[c.weight for c in summary.contributions],
+            tokens=sum(c.num_tokens for c in summary.contributions),
+            grace_s=summary.grace_s,
+            quorum_s=summary.quorum_s,
+            sync_s=effect.sync_s,
+            step_s=summary.step_s,
+            measured_h=summary.measured_h,
+            bytes_up=self._ledger.bytes_up.total(),
+            bytes_down=self._ledger.bytes_down.total(),
+        )
+
+    async def persist_seed(self) -> None:
+        """Persists the seed; a failure is tried again."""
+        try:
+            versions = await self._parts.committer.persist_seed()
+        except DilocoError as error:
+            self._handle(self._persist_failed(0, error))
+            return
+        await self.mark_seeded()
+        self._handle(ev.SeedPersisted(versions=versions))
+
+    async def mark_seeded(self) -> None:
+        """Tells the membership that this run must never be seeded again."""
+        try:
+            await self._parts.membership.mark_seeded(self._parts.core.state.term)
+        except DilocoError as error:
+            logger.warning("the membership does not know that the run is seeded: %s", error)
+
+    def publish_seed(self) -> None:
+        """Puts the seed before every watcher."""
+        self._parts.committer.publish_seed()
+        self._parts.journal.write("seeded")
+        logger.info("the run is seeded")
