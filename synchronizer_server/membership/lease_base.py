@@ -46,8 +46,8 @@ class LeaseKeeper(Protocol):
         """Takes the lease, if it may: nobody else holds it, ``claim.term`` is above the keeper's
         term, and ``standby_id`` is in ``in_sync`` or the keeper knows nothing of this run.
 
-        Taking it sets the term to the claim's and ``in_sync`` to nobody. Asking again with a claim
-        that holds the lease already renews it.
+        Taking it sets the term to the claim's and ``in_sync`` to ``standby_id`` alone. Asking again
+        with a claim that holds the lease already renews it.
 
         Returns:
             What the keeper says afterwards; the lease is taken where ``holder == claim``.
@@ -65,10 +65,14 @@ class LeaseKeeper(Protocol):
             What the keeper says afterwards; the lease is held where ``holder == claim``.
         """
 
-    async def set_in_sync(self, claim: Claim, standby_ids: Collection[str]) -> bool:
-        """Says which standbys are in sync; False, and nothing changes, where ``claim.term`` is
-        not the keeper's term or another claim holds the lease. Written anew where the keeper was
-        emptied.
+    async def set_in_sync(
+        self, claim: Claim, standby_ids: Collection[str], *, revision: int
+    ) -> bool:
+        """Says which stores are in sync; written anew where the keeper was emptied.
+
+        False, and nothing changes, where ``claim.term`` is not the keeper's term, another claim
+        holds the lease, or a higher ``revision`` of this term was written already: a write that
+        was held up on its way must not undo a later one.
         """
 
     async def release(self, claim: Claim) -> None:

@@ -125,6 +125,7 @@ class GetStatusResponse(_message.Message):
     REPLICATION_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    RECORD_TERM_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Id of the run."""
     state: _builtins.str
@@ -139,6 +140,8 @@ class GetStatusResponse(_message.Message):
     """Seconds since this process started."""
     role: _builtins.str
     """leading, following or waiting."""
+    record_term: _builtins.int
+    """Term of the newest record in the store; 0 for none."""
     @_builtins.property
     def claim(self) -> _types_pb2.LeadershipClaim:
         """Claim of leadership."""
@@ -199,10 +202,11 @@ class GetStatusResponse(_message.Message):
         replication: Global___ReplicationStatus | None = ...,
         data: Global___DataStatus | None = ...,
         snapshot: Global___SnapshotStatus | None = ...,
+        record_term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "data", b"data", "pace", b"pace", "replication", b"replication", "snapshot", b"snapshot", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "data", b"data", "global_step", b"global_step", "learners", b"learners", "pace", b"pace", "quorum", b"quorum", "replication", b"replication", "role", b"role", "rounds", b"rounds", "run_id", b"run_id", "snapshot", b"snapshot", "state", b"state", "total_global_steps", b"total_global_steps", "totals", b"totals", "uptime_seconds", b"uptime_seconds", "versions", b"versions", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "data", b"data", "global_step", b"global_step", "learners", b"learners", "pace", b"pace", "quorum", b"quorum", "record_term", b"record_term", "replication", b"replication", "role", b"role", "rounds", b"rounds", "run_id", b"run_id", "snapshot", b"snapshot", "state", b"state", "total_global_steps", b"total_global_steps", "totals", b"totals", "uptime_seconds", b"uptime_seconds", "versions", b"versions", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
