@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from decoupled_diloco.claims import Claim
 from decoupled_diloco.codecs import check_codecs
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.journal import Journal
@@ -64,8 +65,20 @@ class Assembled:
     joins: JoinDesk
 
 
-async def assemble(settings: RunSettings, outside: Outside, *, max_staged_bytes: int) -> Assembled:
+async def assemble(
+    settings: RunSettings,
+    outside: Outside,
+    *,
+    max_staged_bytes: int,
+    claim: Claim | None = None,
+) -> Assembled:
     """Builds a synchronizer; goes on where the store left off.
+
+    Args:
+        settings: settings of the run.
+        outside: the world.
+        max_staged_bytes: bound on pushes under way.
+        claim: our claim of leadership, whose term begins; None where nobody else could lead.
 
     Raises:
         DilocoError: STORE_CORRUPT, STORE_LOST, RUN_MISMATCH, CONFIG_CONFLICT.
@@ -76,7 +89,10 @@ async def assemble(settings: RunSettings, outside: Outside, *, max_staged_bytes:
     if loaded is None:
         await _check_not_lost(membership, settings.run_id)
     layout = _layout_of(store.read_run(), settings) if loaded is not None else None
-    term = 1 + store.highest_term()
+    if claim is None:
+        term = 1 + store.highest_term()
+        claim = Claim(run_id=settings.run_id, term=term, leader_id=secrets.token_hex(8))
+    term = claim.term
     restored = None
     if loaded is not None:
         restored = restored_from(loaded[0], await _quorum(membership, settings))
@@ -104,7 +120,7 @@ async def assemble(settings: RunSettings, outside: Outside, *, max_staged_bytes:
         clock=outside.clock,
         journal=Journal(outside.journal_path),
         max_staged_bytes=max_staged_bytes,
-        leader_id=secrets.token_hex(8),
+        claim=claim,
     )
     engine = Engine(parts, layout)
     committer.make_record = _record_maker(engine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,19 @@ from synchronizer_server.updates import UpdateBook
 
 RecordMaker = Callable[[int, tuple[Version, ...], RoundSummary | None], RoundRecord]
 """(global step, version vector after it, round) -> its record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persisted:
+    """What was made durable.
+
+    Attributes:
+        record: the round record.
+        fragments: tensors of the fragments that it brings.
+    """
+
+    record: RoundRecord
+    fragments: Mapping[int, FragmentState]
 
 
 @dataclass(slots=True)
@@ -76,7 +89,7 @@ class Committer:
         self._merged[global_step] = merged
         return merged.update.result
 
-    async def persist(self, summary: RoundSummary) -> None:
+    async def persist(self, summary: RoundSummary) -> Persisted:
         """Makes a merged round durable.
 
         Raises:
@@ -88,6 +101,7 @@ class Committer:
         record = self.make_record(summary.global_step, tuple(versions), summary)
         tensors = {summary.fragment: merged.state}
         await self.store_runner.submit(lambda: self.store.commit(record, tensors))
+        return Persisted(record=record, fragments=tensors)
 
     def publish(self, summary: RoundSummary) -> None:
         """Puts a persisted round before every watcher."""
@@ -100,8 +114,8 @@ class Committer:
         """Keeps the first parameters of a fragment until all are there."""
         self._seed[fragment] = vector
 
-    async def persist_seed(self) -> tuple[Version, ...]:
-        """Makes the seed durable; returns its versions.
+    async def persist_seed(self) -> Persisted:
+        """Makes the seed durable.
 
         Raises:
             DilocoError: DISK_FULL or STORAGE_FAILED; it may be tried again.
@@ -111,7 +125,7 @@ class Committer:
         record = self.make_record(0, versions, None)
         await self.store_runner.submit(lambda: self.store.commit(record, states))
         self.start(versions, list(states.values()))
-        return versions
+        return Persisted(record=record, fragments=states)
 
     def _seed_states(
         self, vectors: dict[int, torch.Tensor]

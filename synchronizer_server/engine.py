@@ -52,6 +52,7 @@ class Engine:
         self._failure: BaseException | None = None
         self.fatal = asyncio.Event()
         self.closed = False
+        self.farewell = DilocoError(Reason.DRAINING, "the synchronizer stops; train on")
 
     # -- queries ---------------------------------------------------------------------------------
 
@@ -67,16 +68,12 @@ class Engine:
 
     def claim(self) -> types_pb2.LeadershipClaim:
         """This process's claim of leadership."""
-        return types_pb2.LeadershipClaim(
-            run_id=self.parts.settings.run_id,
-            term=self.core.state.term,
-            leader_id=self.parts.leader_id,
-        )
+        return self.parts.claim.to_proto()
 
     def clock_message(self) -> types_pb2.Clock:
         """The synchronizer's clock: t, and the version vector."""
         return types_pb2.Clock(
-            sender=self.parts.leader_id,
+            sender=self.parts.claim.leader_id,
             term=self.core.state.term,
             own_step=self.core.state.committed,
             known_global_steps=[v.global_step for v in self.updates.versions()],
@@ -123,12 +120,13 @@ class Engine:
         self._tasks.add(task)
         task.add_done_callback(self._finished)
 
-    async def close(self) -> None:
-        """Cancels what runs beside and ends all streams."""
+    async def close(self, farewell: DilocoError | None = None) -> None:
+        """Cancels what runs beside and ends all streams, with ``farewell`` where one is given."""
         self.closed = True
+        self.farewell = farewell or self.farewell
         self.parts.committer.wake_watchers()
         for stream in list(self.streams.values()):
-            stream.close(DilocoError(Reason.DRAINING, "the synchronizer stops; train on"))
+            stream.close(self.farewell)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

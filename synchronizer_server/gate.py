@@ -75,7 +75,8 @@ class PublishGate:
         published.
         """
         assert self._released is None, "rounds commit one after the other"
-        self._released = future = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[replication.Release] = asyncio.get_running_loop().create_future()
+        self._released = future
         held = self._leadership.holds()
         self._do(self.core.persisted(global_step, lease_held=held, now=self._clock()))
         try:

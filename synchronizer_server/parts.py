@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from decoupled_diloco.claims import Claim
 from decoupled_diloco.journal import Journal
 from decoupled_diloco.settings import RunSettings
 from synchronizer_server.commits import Committer
 from synchronizer_server.core.synchronizer import SynchronizerCore
 from synchronizer_server.membership.base import Membership
+from synchronizer_server.replicas import Replicas
 from synchronizer_server.runner import Runner
 
 
@@ -26,7 +28,8 @@ class Parts:
         clock: monotonic seconds.
         journal: events worth a figure later.
         max_staged_bytes: bound on pushes under way.
-        leader_id: random id of this process.
+        claim: our claim of leadership, for this term.
+        replicas: standbys, and who decides what may be published; None without any.
     """
 
     settings: RunSettings
@@ -37,4 +40,5 @@ class Parts:
     clock: Callable[[], float]
     journal: Journal
     max_staged_bytes: int
-    leader_id: str
+    claim: Claim
+    replicas: Replicas | None = None

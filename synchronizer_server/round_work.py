@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from decoupled_diloco.errors import DilocoError
+from synchronizer_server.commits import Persisted
 from synchronizer_server.core import effects as fx
 from synchronizer_server.core import events as ev
 from synchronizer_server.ledger import Ledger
@@ -41,11 +42,17 @@ class RoundWork:
         """Persists a merged round; a failure is tried again."""
         step = effect.summary.global_step
         try:
-            await self._parts.committer.persist(effect.summary)
+            persisted = await self._parts.committer.persist(effect.summary)
         except DilocoError as error:
             self._handle(self._persist_failed(step, error))
-        else:
-            self._handle(ev.RoundPersisted(global_step=step))
+            return
+        await self._replicate(persisted)
+        self._handle(ev.RoundPersisted(global_step=step))
+
+    async def _replicate(self, persisted: Persisted) -> None:
+        """Waits until what is persisted may be published."""
+        if self._parts.replicas is not None:
+            await self._parts.replicas.publishable(persisted.record, persisted.fragments)
 
     def _persist_failed(self, global_step: int, error: DilocoError) -> ev.PersistFailed:
         subject = f"round {global_step}" if global_step else "the seed"
@@ -87,12 +94,13 @@ class RoundWork:
     async def persist_seed(self) -> None:
         """Persists the seed; a failure is tried again."""
         try:
-            versions = await self._parts.committer.persist_seed()
+            persisted = await self._parts.committer.persist_seed()
         except DilocoError as error:
             self._handle(self._persist_failed(0, error))
             return
         await self.mark_seeded()
-        self._handle(ev.SeedPersisted(versions=versions))
+        await self._replicate(persisted)
+        self._handle(ev.SeedPersisted(versions=persisted.record.versions))
 
     async def mark_seeded(self) -> None:
         """Tells the membership that this run must never be seeded again."""

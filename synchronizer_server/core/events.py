@@ -198,6 +198,19 @@ class PersistFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundHeld:
+    """The record of a round is persisted, but may not be published yet (design section 6).
+
+    Attributes:
+        reason: ``replica`` or ``lease``; empty where it is held back no longer.
+        detail: the same for people.
+    """
+
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuorumSet:
     """An operator set the minimum quorum."""
 
@@ -231,6 +244,7 @@ Event = (
     | RoundMerged
     | RoundPersisted
     | PersistFailed
+    | RoundHeld
     | QuorumSet
     | DrainStarted
     | Tick

@@ -243,6 +243,7 @@ class Scheduler:
     def persisted(self, event: RoundPersisted, now: float) -> None:
         """A round is persisted: publish it."""
         state = self.state
+        state.held = ("", "")
         round_ = self._in_flight(event.global_step)
         round_.move(RoundInput.PERSISTED)
         assert round_.version is not None, "merged before persisted"

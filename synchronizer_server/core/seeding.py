@@ -119,6 +119,7 @@ class Seeding:
         """The seed is durable: publish it, and the rounds begin."""
         state = self.state
         state.seed_persisting = False
+        state.held = ("", "")
         state.seed_retry_at = None
         state.seeder = None
         state.lineage.start(event.versions)

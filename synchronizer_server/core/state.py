@@ -59,6 +59,7 @@ class CoreState:
         seed_persisting: True while the seed is being persisted.
         seed_progress_at: when the seeder was granted, or brought its last fragment, seconds.
         seed_retry_at: when to persist the seed again after a failure, seconds; None: no failure.
+        held: why the round that is persisted is not published yet, as reason and detail.
         draining: no round opens any more.
         complete: the last round is published, or the drain is done.
         first_step: t of the first round that this synchronizer opens.
@@ -83,6 +84,7 @@ class CoreState:
     seed_persisting: bool = False
     seed_progress_at: float = 0.0
     seed_retry_at: float | None = None
+    held: tuple[str, str] = ("", "")
     draining: bool = False
     complete: bool = False
     first_step: int = 1

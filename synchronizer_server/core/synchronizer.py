@@ -132,6 +132,8 @@ class SynchronizerCore:
                 self._scheduler.persisted(event, now)
             case ev.PersistFailed():
                 self._persist_failed(event, now)
+            case ev.RoundHeld():
+                self.state.held = (event.reason, event.detail)
             case ev.SeedStaged():
                 self._seeding.staged(event, now)
             case ev.SeedPersisted():

@@ -75,11 +75,13 @@ class Waits:
 
     def _seed_reason(self) -> str:
         if self.state.seed_persisting:
-            return "persist"
+            return self.state.held[0] or "persist"
         return "learners" if self.state.seeder is None else "seeder"
 
     def _seed_detail(self, reason: str) -> str:
         state = self.state
+        if reason == state.held[0]:
+            return state.held[1]
         if reason == "persist":
             if state.seed_retry_at is not None:
                 return "the store failed; it is tried again"
@@ -92,6 +94,8 @@ class Waits:
     def _round_reason(self, round_: Round) -> str:
         if round_.state is RoundState.MERGED and round_ is not self.state.rounds[0]:
             return "earlier_round"
+        if round_.state is RoundState.PERSISTING and self.state.held[0]:
+            return self.state.held[0]
         if round_.state is RoundState.GRACE and round_.startup:
             return "startup"
         return _REASONS[round_.state]
@@ -103,6 +107,8 @@ class Waits:
             return self._grace_detail(round_)
         if reason == "pulling":
             return "for " + ", ".join(sorted(round_.pending))
+        if reason == self.state.held[0]:
+            return self.state.held[1]
         if reason == "merging":
             return "the outer step is being computed"
         if reason == "earlier_round":

@@ -18,7 +18,8 @@ async def watch(engine: Engine, request: pb.WatchRequest) -> AsyncIterator[pb.Wa
     """Serves one watcher, at its own pace: it reads from what is retained, there is no queue.
 
     Raises:
-        DilocoError: FENCED, UNKNOWN_LEARNER, RUN_MISMATCH or LAYOUT_MISMATCH; DRAINING at the end.
+        DilocoError: FENCED, UNKNOWN_LEARNER, RUN_MISMATCH or LAYOUT_MISMATCH;
+            the engine's farewell at the end.
     """
     check_id(request.watcher_id, "watcher_id")
     learner_id = _learner(engine, request)
@@ -43,7 +44,7 @@ async def watch(engine: Engine, request: pb.WatchRequest) -> AsyncIterator[pb.Wa
             if not engine.closed:  # or it was closed while this watcher was being served
                 await published.wait()
             if engine.closed:
-                raise DilocoError(Reason.DRAINING, "the synchronizer stops; watch again later")
+                raise engine.farewell
             _learner(engine, request)
 
 
