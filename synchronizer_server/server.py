@@ -22,6 +22,7 @@ from synchronizer_server.core import events as ev
 from synchronizer_server.membership.base import Membership
 from synchronizer_server.membership.memory import MemoryMembership
 from synchronizer_server.membership.redis import RedisMembership
+from synchronizer_server.membership.redis_client import RedisClient
 from synchronizer_server.runner import ThreadRunner
 from synchronizer_server.service.admin import AdminService
 from synchronizer_server.service.synchronizer import SynchronizerService
@@ -86,7 +87,7 @@ class Server:
     def _membership(self) -> Membership:
         if self._settings.redis is None:
             return MemoryMembership()
-        return RedisMembership(self._settings.redis, self._run.run_id)
+        return RedisMembership(RedisClient(self._settings.redis, self._run.run_id))
 
     async def _run_until_stopped(self, assembled: Assembled, membership: Membership) -> int:
         engine = assembled.engine
@@ -132,12 +133,19 @@ class Server:
             await self._health.set(name, status)
 
     async def _heartbeat(self, assembled: Assembled, membership: Membership) -> None:
-        """Heartbeats for the learners that are live, in one batch; nothing waits for it."""
+        """Heartbeats for the learners that are live, in one batch; nothing waits for it.
+
+        The mark of a seeded run goes along, so that a keeper that was emptied knows it again.
+        """
         changes = ChangeLogger(logger)
+        engine = assembled.engine
         while True:
             await asyncio.sleep(self._run.heartbeat_interval_s)
             try:
-                await membership.heartbeat(assembled.engine.live_incarnations())
+                state = engine.core.state
+                await membership.heartbeat(engine.live_incarnations(), state.term)
+                if state.seeded:
+                    await membership.mark_seeded(state.term)
             except DilocoError as error:
                 changes.log("membership", str(error.reason), error.message, level=logging.WARNING)
             else:

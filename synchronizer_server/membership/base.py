@@ -25,13 +25,30 @@ class Member:
     age_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roll:
+    """What a new leader reads before the first learner joins again.
+
+    Attributes:
+        members: all members, the longest unheard first.
+        quorum: K as an operator last set it; None when nobody did.
+        seeded: whether the run was ever marked as seeded.
+    """
+
+    members: tuple[Member, ...]
+    quorum: int | None
+    seeded: bool
+
+
 class Membership(Protocol):
     """Members, incarnations, quorum and the seeded mark of one group of one run.
 
     The synchronizer heartbeats for the learners it hears; learners never come here. Every call is
     one round trip. Every call may raise ``DilocoError``: ``MEMBERSHIP_UNAVAILABLE`` when the
     keeper does not answer (call again later; nothing else is lost by it), ``MALFORMED`` when what
-    it holds is not ours.
+    it holds is not ours. Every call that writes says for which ``term``, and raises
+    ``STALE_TERM``, with nothing written, where the keeper of the lease knows a higher one; where
+    it knows none (no lease, or the keeper was emptied), everybody may write.
     """
 
     async def grant_incarnation(
@@ -48,19 +65,29 @@ class Membership(Protocol):
             ``(term, 1 + max(stored, at_least))``.
 
         Raises:
-            DilocoError: ``STALE_TERM`` when a later term has granted one already.
+            DilocoError: ``STALE_TERM``, also when a later term has granted one already.
         """
 
-    async def heartbeat(self, batch: Mapping[str, Incarnation]) -> None:
-        """Marks learners as alive now. An older incarnation than the known one is ignored."""
+    async def heartbeat(self, batch: Mapping[str, Incarnation], term: int) -> None:
+        """Marks learners as alive now.
+
+        An incarnation that is not known (the keeper was emptied) is entered, an older one than
+        the known is ignored. An empty batch asks nobody.
+        """
 
     async def members(self) -> list[Member]:
         """All members, the longest unheard first."""
 
-    async def expired(self, older_than_s: float) -> list[Member]:
-        """Members unheard for more than ``older_than_s`` seconds, the longest first."""
+    async def expire(self, older_than_s: float, term: int) -> list[Member]:
+        """Ends the membership of whoever is unheard for more than ``older_than_s`` seconds.
 
-    async def remove(self, learner_id: str, incarnation: Incarnation) -> bool:
+        Incarnations stay known, and a heartbeat makes a member again.
+
+        Returns:
+            Who was removed, the longest unheard first.
+        """
+
+    async def remove(self, learner_id: str, incarnation: Incarnation, term: int) -> bool:
         """Ends a membership if that incarnation is the latest; True when a member was removed.
 
         The incarnation stays known, so its number is never granted again.
@@ -69,7 +96,7 @@ class Membership(Protocol):
     async def get_quorum(self) -> int | None:
         """K as an operator last set it; None when nobody did."""
 
-    async def set_quorum(self, quorum: int) -> None:
+    async def set_quorum(self, quorum: int, term: int) -> None:
         """Sets K.
 
         Raises:
@@ -81,6 +108,9 @@ class Membership(Protocol):
 
     async def is_seeded(self) -> bool:
         """Tells whether the run was ever marked as seeded."""
+
+    async def read_back(self) -> Roll:
+        """Everything that a take-over needs, as of one instant."""
 
     async def aclose(self) -> None:
         """Releases what the membership holds open. Calling it again does nothing."""
@@ -94,6 +124,16 @@ def check_quorum(quorum: int) -> None:
     """
     if quorum < 1:
         raise UsageError(Reason.CONFIG_INVALID, f"quorum is {quorum}; it must be at least 1")
+
+
+def stale_term(subject: str, term: int, known: int) -> DilocoError:
+    """The error for a write by a leader whose term is over."""
+    return DilocoError(
+        Reason.STALE_TERM,
+        f"{subject} of term {term}: the lease knows term {known} already; term {term} is over",
+        term=term,
+        known_term=known,
+    )
 
 
 def stale_grant(learner_id: str, term: int, known: Incarnation) -> DilocoError:

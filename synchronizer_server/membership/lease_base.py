@@ -57,7 +57,8 @@ class LeaseKeeper(Protocol):
         self, claim: Claim, *, address: str, timeout_s: float, in_sync: Collection[str]
     ) -> LeaseView:
         """Prolongs the lease; takes it again where it ran out and nobody else took it, and where
-        the keeper was emptied, with ``term`` and ``in_sync`` written anew in that case alone.
+        the keeper was emptied or put back to a time before this term, with ``term`` and
+        ``in_sync`` written anew in these cases alone.
 
         Refused (nothing changes) where somebody else holds it or the keeper's term is higher.
 

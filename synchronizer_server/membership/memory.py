@@ -6,85 +6,122 @@ import time
 from collections.abc import Callable, Mapping
 
 from decoupled_diloco.versions import Incarnation
-from synchronizer_server.membership.base import Member, check_quorum, stale_grant
+from synchronizer_server.membership.base import Member, Roll, check_quorum, stale_grant
+from synchronizer_server.membership.memory_server import MemoryLeaseServer, MemoryUser
 
 
-class MemoryMembership:
+class MemoryMembership(MemoryUser):
     """A ``Membership`` that ends with the process; a restart takes over from the round record.
 
     Args:
         clock: monotonic seconds.
+        server: what several synchronizers share, lease and all, with a clock of its own; None for
+            one synchronizer alone.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._incarnations: dict[str, Incarnation] = {}
-        self._heard: dict[str, float] = {}
-        self._quorum: int | None = None
-        self._seeded_term: int | None = None
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        server: MemoryLeaseServer | None = None,
+    ) -> None:
+        super().__init__(server if server is not None else MemoryLeaseServer(clock))
 
     async def grant_incarnation(
         self, learner_id: str, *, term: int, at_least: int = 0
     ) -> Incarnation:
         """See ``Membership.grant_incarnation``."""
-        known = self._incarnations.get(learner_id, Incarnation(0, 0))
-        if known.term > term:
-            raise stale_grant(learner_id, term, known)
-        granted = Incarnation(term, 1 + max(known.number, at_least))
-        self._incarnations[learner_id] = granted
-        self._heard[learner_id] = self._clock()
-        return granted
+        with self._asking() as server:
+            server.check_term(f"an incarnation of {learner_id}", term)
+            known = server.incarnations.get(learner_id, Incarnation(0, 0))
+            if known.term > term:
+                raise stale_grant(learner_id, term, known)
+            granted = Incarnation(term, 1 + max(known.number, at_least))
+            server.incarnations[learner_id] = granted
+            server.heard[learner_id] = server.clock()
+            return granted
 
-    async def heartbeat(self, batch: Mapping[str, Incarnation]) -> None:
+    async def heartbeat(self, batch: Mapping[str, Incarnation], term: int) -> None:
         """See ``Membership.heartbeat``."""
-        now = self._clock()
-        for learner_id, incarnation in batch.items():
-            if incarnation >= self._incarnations.get(learner_id, incarnation):
-                self._incarnations[learner_id] = incarnation
-                self._heard[learner_id] = now
+        if not batch:
+            return
+        with self._asking() as server:
+            server.check_term(f"heartbeats of {len(batch)} learners", term)
+            now = server.clock()
+            for learner_id, incarnation in batch.items():
+                if incarnation >= server.incarnations.get(learner_id, incarnation):
+                    server.incarnations[learner_id] = incarnation
+                    server.heard[learner_id] = now
 
     async def members(self) -> list[Member]:
         """See ``Membership.members``."""
-        now = self._clock()
-        heard = sorted(self._heard.items(), key=lambda item: (item[1], item[0].encode()))
-        return [
-            Member(
-                learner_id=learner_id,
-                incarnation=self._incarnations[learner_id],
-                age_s=max(0.0, now - at),
-            )
-            for learner_id, at in heard
-        ]
+        with self._asking() as server:
+            return _members(server)
 
-    async def expired(self, older_than_s: float) -> list[Member]:
-        """See ``Membership.expired``."""
-        return [member for member in await self.members() if member.age_s > older_than_s]
+    async def expire(self, older_than_s: float, term: int) -> list[Member]:
+        """See ``Membership.expire``."""
+        with self._asking() as server:
+            server.check_term("an expiry", term)
+            silent = [member for member in _members(server) if member.age_s > older_than_s]
+            for member in silent:
+                del server.heard[member.learner_id]
+            return silent
 
-    async def remove(self, learner_id: str, incarnation: Incarnation) -> bool:
+    async def remove(self, learner_id: str, incarnation: Incarnation, term: int) -> bool:
         """See ``Membership.remove``."""
-        if self._incarnations.get(learner_id) != incarnation:
-            return False
-        return self._heard.pop(learner_id, None) is not None
+        with self._asking() as server:
+            server.check_term(f"the end of {learner_id}", term)
+            if server.incarnations.get(learner_id) != incarnation:
+                return False
+            return server.heard.pop(learner_id, None) is not None
 
     async def get_quorum(self) -> int | None:
         """See ``Membership.get_quorum``."""
-        return self._quorum
+        with self._asking() as server:
+            return server.quorum
 
-    async def set_quorum(self, quorum: int) -> None:
+    async def set_quorum(self, quorum: int, term: int) -> None:
         """See ``Membership.set_quorum``."""
         check_quorum(quorum)
-        self._quorum = quorum
+        with self._asking() as server:
+            server.check_term(f"quorum {quorum}", term)
+            server.quorum = quorum
 
     async def mark_seeded(self, term: int) -> bool:
         """See ``Membership.mark_seeded``."""
-        if self._seeded_term is not None:
-            return False
-        self._seeded_term = term
-        return True
+        with self._asking() as server:
+            server.check_term("the seed", term)
+            if server.seeded_term is not None:
+                return False
+            server.seeded_term = term
+            return True
 
     async def is_seeded(self) -> bool:
         """See ``Membership.is_seeded``."""
-        return self._seeded_term is not None
+        with self._asking() as server:
+            return server.seeded_term is not None
+
+    async def read_back(self) -> Roll:
+        """See ``Membership.read_back``."""
+        with self._asking() as server:
+            return Roll(
+                members=tuple(_members(server)),
+                quorum=server.quorum,
+                seeded=server.seeded_term is not None,
+            )
 
     async def aclose(self) -> None:
         """See ``Membership.aclose``."""
+
+
+def _members(server: MemoryLeaseServer) -> list[Member]:
+    now = server.clock()
+    heard = sorted(server.heard.items(), key=lambda item: (item[1], item[0].encode()))
+    return [
+        Member(
+            learner_id=learner_id,
+            incarnation=server.incarnations[learner_id],
+            age_s=max(0.0, now - at),
+        )
+        for learner_id, at in heard
+    ]

@@ -1,226 +1,140 @@
-"""Membership in Redis: it outlives the synchronizer, and a standby can read it (design section 6).
-
-Foreign errors are mapped at one border (``_errors``), and nothing that Redis says is believed
-before it was checked.
-"""
+"""Membership in Redis: it outlives the synchronizer; a standby can read it (design section 6)."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import re
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Final
-from urllib.parse import urlsplit
+from collections.abc import Mapping, Sequence
 
-import redis.asyncio as redis_asyncio
-from redis import exceptions as redis_errors
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-
-from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.versions import Incarnation
 from synchronizer_server.membership import scripts
-from synchronizer_server.membership.base import Member, check_quorum, stale_grant
-
-_INCARNATION: Final = re.compile(rb"(\d{1,16})\.(\d{1,16})")
-_NUMBER: Final = re.compile(rb"\d{1,18}")
-_MAX_EXACT: Final = 2**53 - 1  # Lua's numbers are doubles
+from synchronizer_server.membership.base import (
+    Member,
+    Roll,
+    check_quorum,
+    stale_grant,
+    stale_term,
+)
+from synchronizer_server.membership.redis_client import RedisClient, Script
 
 
 class RedisMembership:
-    """A ``Membership`` in a Redis server (5 or newer).
-
-    A call never takes longer than ``timeout_s``: a Redis that is gone or frozen gives
-    ``MEMBERSHIP_UNAVAILABLE``, and the next call tries again.
+    """A ``Membership`` in Redis.
 
     Args:
-        address: ``redis://[user:password@]host[:port][/db]``, ``rediss://...``, or ``host:port``.
-        run_id: the run; it is part of every key.
-        group: group of fragments.
-        timeout_s: bound on connecting, on an answer, and on a whole call.
-
-    Raises:
-        UsageError: ``CONFIG_INVALID`` for an address or run id that cannot be right.
+        client: connections to Redis, shared with whatever else of this process uses them; closed
+            by ``aclose``.
     """
 
-    def __init__(
-        self, address: str, run_id: str, *, group: int = 0, timeout_s: float = 2.0
-    ) -> None:
-        if not run_id or set(run_id) & set("{}"):
-            raise UsageError(
-                Reason.CONFIG_INVALID, f"run id {run_id!r} must have a character and no brace"
-            )
-        url, self._where = _parse(address)
-        # the braces make a Redis cluster keep all keys of a run on one node, as scripts need
-        prefix = f"diloco:{{{run_id}}}:g{group}:"
-        self._learners = [prefix + "incarnations", prefix + "heartbeats"]
-        self._quorum = prefix + "quorum"
-        self._seeded = prefix + "seeded"
-        self._timeout_s = timeout_s
-        self._client = redis_asyncio.Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            # a connection that broke while idle is replaced at once; time-outs are not repeated
-            retry=Retry(NoBackoff(), 1, supported_errors=(redis_errors.ConnectionError,)),
-            decode_responses=False,
-        )
-        register = self._client.register_script
-        self._grant = register(scripts.GRANT)
-        self._heartbeat = register(scripts.HEARTBEAT)
-        self._members = register(scripts.MEMBERS)
-        self._remove = register(scripts.REMOVE)
+    def __init__(self, client: RedisClient) -> None:
+        self._client = client
+        names = ("incarnations", "heartbeats", "term", "quorum", "seeded")
+        self._keys = [client.key(name) for name in names]
+        self._grant = client.script(scripts.GRANT)
+        self._heartbeat = client.script(scripts.HEARTBEAT)
+        self._members = client.script(scripts.MEMBERS)
+        self._expire = client.script(scripts.EXPIRE)
+        self._remove = client.script(scripts.REMOVE)
+        self._set_quorum = client.script(scripts.SET_QUORUM)
+        self._mark_seeded = client.script(scripts.MARK_SEEDED)
+        self._read_back = client.script(scripts.READ_BACK)
 
     async def grant_incarnation(
         self, learner_id: str, *, term: int, at_least: int = 0
     ) -> Incarnation:
         """See ``Membership.grant_incarnation``."""
-        async with self._errors():
-            answer: Any = await self._grant(keys=self._learners, args=[learner_id, term, at_least])
+        subject = f"an incarnation of {learner_id}"
+        answer = await self._fenced(self._grant, term, [learner_id, at_least], subject)
         if not isinstance(answer, list) or len(answer) != 2:
-            raise self._malformed("incarnations", answer)
-        incarnation = self._incarnation(answer[1])
+            raise self._client.malformed("incarnations", answer)
+        incarnation = self._client.incarnation(answer[1])
         if answer[0] != 1:
             raise stale_grant(learner_id, term, incarnation)
         return incarnation
 
-    async def heartbeat(self, batch: Mapping[str, Incarnation]) -> None:
+    async def heartbeat(self, batch: Mapping[str, Incarnation], term: int) -> None:
         """See ``Membership.heartbeat``."""
         if not batch:
             return
         args: list[str | int] = []
         for learner_id, incarnation in batch.items():
             args += [learner_id, incarnation.term, incarnation.number]
-        async with self._errors():
-            await self._heartbeat(keys=self._learners, args=args)
+        await self._fenced(self._heartbeat, term, args, f"heartbeats of {len(batch)} learners")
 
     async def members(self) -> list[Member]:
         """See ``Membership.members``."""
-        return await self._list("")
+        return self._listed(await self._members(self._keys, []))
 
-    async def expired(self, older_than_s: float) -> list[Member]:
-        """See ``Membership.expired``."""
-        return await self._list(str(round(older_than_s * 1e6)))
+    async def expire(self, older_than_s: float, term: int) -> list[Member]:
+        """See ``Membership.expire``."""
+        age_us = round(older_than_s * 1e6)
+        return self._listed(await self._fenced(self._expire, term, [age_us], "an expiry"))
 
-    async def remove(self, learner_id: str, incarnation: Incarnation) -> bool:
+    async def remove(self, learner_id: str, incarnation: Incarnation, term: int) -> bool:
         """See ``Membership.remove``."""
-        async with self._errors():
-            answer: Any = await self._remove(
-                keys=self._learners, args=[learner_id, str(incarnation)]
-            )
-        return bool(answer)
+        args = [learner_id, str(incarnation)]
+        return bool(await self._fenced(self._remove, term, args, f"the end of {learner_id}"))
 
     async def get_quorum(self) -> int | None:
         """See ``Membership.get_quorum``."""
-        async with self._errors():
-            answer: Any = await self._client.get(self._quorum)
-        return None if answer is None else self._number("quorum", answer, at_least=1)
+        return self._quorum(await self._client.get("quorum"))
 
-    async def set_quorum(self, quorum: int) -> None:
+    async def set_quorum(self, quorum: int, term: int) -> None:
         """See ``Membership.set_quorum``."""
         check_quorum(quorum)
-        async with self._errors():
-            await self._client.set(self._quorum, quorum)
+        await self._fenced(self._set_quorum, term, [quorum], f"quorum {quorum}")
 
     async def mark_seeded(self, term: int) -> bool:
         """See ``Membership.mark_seeded``."""
-        async with self._errors():
-            return bool(await self._client.set(self._seeded, term, nx=True))
+        return bool(await self._fenced(self._mark_seeded, term, [], "the seed"))
 
     async def is_seeded(self) -> bool:
         """See ``Membership.is_seeded``."""
-        async with self._errors():
-            answer: Any = await self._client.get(self._seeded)
-        return answer is not None and self._number("seeded", answer, at_least=1) > 0
+        return self._seeded(await self._client.get("seeded"))
+
+    async def read_back(self) -> Roll:
+        """See ``Membership.read_back``."""
+        answer = await self._read_back(self._keys, [])
+        if not isinstance(answer, list) or len(answer) != 3:
+            raise self._client.malformed("heartbeats", answer)
+        return Roll(
+            members=tuple(self._listed(answer[2])),
+            quorum=self._quorum(answer[0]),
+            seeded=self._seeded(answer[1]),
+        )
 
     async def aclose(self) -> None:
         """See ``Membership.aclose``."""
-        with contextlib.suppress(redis_errors.RedisError, OSError, TimeoutError):
-            async with asyncio.timeout(self._timeout_s):
-                await self._client.aclose()
+        await self._client.aclose()
 
-    async def _list(self, least_age_us: str) -> list[Member]:
-        async with self._errors():
-            answer: Any = await self._members(keys=self._learners, args=[least_age_us])
+    async def _fenced(
+        self, script: Script, term: int, args: Sequence[str | int], subject: str
+    ) -> object:
+        """What a script that writes for a term answers.
+
+        Raises:
+            DilocoError: ``STALE_TERM``.
+        """
+        answer = await script(self._keys, [term, *args])
+        if not isinstance(answer, list) or len(answer) != 2:
+            raise self._client.malformed("value", answer)
+        if answer[0] != 1:
+            raise stale_term(subject, term, self._client.term("term", answer[1]))
+        return answer[1]
+
+    def _quorum(self, value: object) -> int | None:
+        return None if value is None else self._client.number("quorum", value, at_least=1)
+
+    def _seeded(self, value: object) -> bool:
+        return value is not None and self._client.term("seeded", value) > 0
+
+    def _listed(self, answer: object) -> list[Member]:
+        client = self._client
         if not isinstance(answer, list) or len(answer) % 3:
-            raise self._malformed("heartbeats", answer)
-        result = []
-        for index in range(0, len(answer), 3):
-            try:
-                learner_id = answer[index].decode()
-            except (AttributeError, UnicodeDecodeError):
-                raise self._malformed("heartbeats", answer[index]) from None
-            incarnation = self._incarnation(answer[index + 1])
-            age_s = self._number("heartbeats", answer[index + 2]) / 1e6
-            result.append(Member(learner_id=learner_id, incarnation=incarnation, age_s=age_s))
-        return result
-
-    @contextlib.asynccontextmanager
-    async def _errors(self) -> AsyncIterator[None]:
-        """The border: everything that redis-py may raise becomes one of two reasons."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                yield
-        except redis_errors.ResponseError as error:
-            text = str(error)
-            if "WRONGTYPE" in text or "MALFORMED" in text:
-                raise self._malformed("value", text) from error
-            raise self._unavailable(text) from error
-        except TimeoutError as error:
-            raise self._unavailable(f"no answer within {self._timeout_s} s") from error
-        except (redis_errors.RedisError, OSError) as error:
-            raise self._unavailable(str(error)) from error
-
-    def _unavailable(self, why: str) -> DilocoError:
-        return DilocoError(
-            Reason.MEMBERSHIP_UNAVAILABLE,
-            f"Redis at {self._where} cannot be used ({why}); check that it runs, that this "
-            "address is right and that the password fits",
-            address=self._where,
-        )
-
-    def _malformed(self, key: str, value: object) -> DilocoError:
-        return DilocoError(
-            Reason.MALFORMED,
-            f"Redis at {self._where} holds a {key} that is not ours ({str(value)[:100]}); remove "
-            f"the keys of {self._seeded.removesuffix('seeded')}* that another program wrote",
-            address=self._where,
-            key=key,
-        )
-
-    def _number(self, key: str, value: object, *, at_least: int = 0) -> int:
-        if isinstance(value, bytes) and _NUMBER.fullmatch(value) and int(value) >= at_least:
-            return int(value)
-        raise self._malformed(key, value)
-
-    def _incarnation(self, value: object) -> Incarnation:
-        match = _INCARNATION.fullmatch(value) if isinstance(value, bytes) else None
-        if match is None or max(int(match[1]), int(match[2])) > _MAX_EXACT:
-            raise self._malformed("incarnations", value)
-        return Incarnation(int(match[1]), int(match[2]))
-
-
-def _parse(address: str) -> tuple[str, str]:
-    """Returns the URL for redis-py, and host:port for messages, without credentials.
-
-    Raises:
-        UsageError: ``CONFIG_INVALID``. The message never repeats the address, which may hold a
-            password.
-    """
-    url = address if "://" in address else f"redis://{address}"
-    try:
-        parts = urlsplit(url)
-        port = parts.port or 6379
-    except ValueError:
-        parts, port = urlsplit(""), 0
-    database = parts.path.removeprefix("/")
-    known = parts.scheme in ("redis", "rediss") and (database.isdecimal() or not database)
-    if not known or not parts.hostname or parts.query or parts.fragment:
-        raise UsageError(
-            Reason.CONFIG_INVALID,
-            "the address of Redis cannot be read; write redis://[user:password@]host[:port][/db], "
-            "rediss:// for TLS, or host:port",
-        )
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return url, f"{host}:{port}"
+            raise client.malformed("heartbeats", answer)
+        return [
+            Member(
+                learner_id=client.text("heartbeats", answer[i]),
+                incarnation=client.incarnation(answer[i + 1]),
+                age_s=client.number("heartbeats", answer[i + 2]) / 1e6,
+            )
+            for i in range(0, len(answer), 3)
+        ]

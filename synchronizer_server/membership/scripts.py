@@ -1,13 +1,34 @@
 """The Lua scripts of the Redis membership. Redis runs each of them as one atomic step.
 
 Keys: KEYS[1] hash, learner id -> "term.number"; KEYS[2] sorted set, learner id by the time of its
-last heartbeat in microseconds of Redis' own clock. An error whose text holds ``MALFORMED`` means
-that a value is not ours.
+last heartbeat in microseconds of Redis' own clock; KEYS[3] the term, which the lease writes;
+KEYS[4] K; KEYS[5] the mark of a seeded run.
+
+A script that writes takes the writer's term as ARGV[1] and returns {1, result}, or {0, term of the
+keeper} where that one is higher; nothing is written then. An error whose text holds ``MALFORMED``
+means that a value is not ours.
 """
 
 from __future__ import annotations
 
 from typing import Final
+
+TERM: Final = """
+local function to_term(text)
+  local term = string.match(text, '^[1-9]%d*$') and tonumber(text)
+  if not term or term >= 2^53 then error('MALFORMED term') end
+  return term
+end
+"""
+"""A function that reads a term."""
+
+_FENCE: Final = (
+    TERM
+    + """
+local ours = redis.call('GET', KEYS[3])
+if ours and to_term(ours) > tonumber(ARGV[1]) then return {0, ours} end
+"""
+)
 
 _COMMON: Final = """
 local time = redis.call('TIME')
@@ -26,26 +47,40 @@ local function mark(learner_id, term, number)
   redis.call('ZADD', KEYS[2], string.format('%.0f', now), learner_id)
   return text
 end
+local function members(latest)
+  local found = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', latest, 'WITHSCORES')
+  local result = {}
+  for i = 1, #found, 2 do
+    local age = now - tonumber(found[i + 1])
+    if not known(found[i]) or age >= 2^53 then error('MALFORMED heartbeat') end
+    result[#result + 1] = found[i]
+    result[#result + 1] = redis.call('HGET', KEYS[1], found[i])
+    result[#result + 1] = string.format('%.0f', math.max(0, age))
+  end
+  return result
+end
 """
 
 GRANT: Final = (
-    _COMMON
+    _FENCE
+    + _COMMON
     + """
-local term, number = known(ARGV[1])
-if term and term > tonumber(ARGV[2]) then
-  return {0, string.format('%.0f.%.0f', term, number)}
+local term, number = known(ARGV[2])
+if term and term > tonumber(ARGV[1]) then
+  return {1, {0, string.format('%.0f.%.0f', term, number)}}
 end
 local granted = 1 + math.max(number or 0, tonumber(ARGV[3]))
-return {1, mark(ARGV[1], tonumber(ARGV[2]), granted)}
+return {1, {1, mark(ARGV[2], tonumber(ARGV[1]), granted)}}
 """
 )
-"""ARGV: learner id, term, at_least. Returns {1, granted} or {0, the later one that is known}."""
+"""ARGV: term, learner id, at_least. Result: {1, granted} or {0, the later one that is known}."""
 
 HEARTBEAT: Final = (
-    _COMMON
+    _FENCE
+    + _COMMON
     + """
 local at = string.format('%.0f', now)
-for i = 1, #ARGV, 3 do
+for i = 2, #ARGV, 3 do
   if redis.call('HGET', KEYS[1], ARGV[i]) == ARGV[i + 1] .. '.' .. ARGV[i + 2] then
     redis.call('ZADD', KEYS[2], at, ARGV[i])
   else
@@ -56,30 +91,55 @@ for i = 1, #ARGV, 3 do
     end
   end
 end
-return 0
+return {1, 0}
 """
 )
-"""ARGV: learner id, term, number, and so on."""
+"""ARGV: term; learner id, term, number, and so on."""
 
-MEMBERS: Final = (
+MEMBERS: Final = _COMMON + "return members('+inf')"
+"""Returns id, incarnation, age in microseconds, and so on; the longest unheard first."""
+
+READ_BACK: Final = (
     _COMMON
     + """
-local latest = '+inf'
-if ARGV[1] ~= '' then latest = string.format('(%.0f', now - tonumber(ARGV[1])) end
-local found = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', latest, 'WITHSCORES')
-local result = {}
-for i = 1, #found, 2 do
-  result[#result + 1] = found[i]
-  result[#result + 1] = redis.call('HGET', KEYS[1], found[i]) or ''
-  result[#result + 1] = string.format('%.0f', math.max(0, now - tonumber(found[i + 1])))
-end
-return result
+return {redis.call('GET', KEYS[4]), redis.call('GET', KEYS[5]), members('+inf')}
 """
 )
-"""ARGV: least age in microseconds, exclusive, or empty for all. Returns id, incarnation, age."""
+"""Returns K, the mark of a seeded run, and what ``MEMBERS`` returns."""
 
-REMOVE: Final = """
-if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
-return redis.call('ZREM', KEYS[2], ARGV[1])
+EXPIRE: Final = (
+    _FENCE
+    + _COMMON
+    + """
+local silent = members(string.format('(%.0f', now - tonumber(ARGV[2])))
+for i = 1, #silent, 3 do redis.call('ZREM', KEYS[2], silent[i]) end
+return {1, silent}
 """
-"""ARGV: learner id, incarnation."""
+)
+"""ARGV: term, least age in microseconds, exclusive. Result: as ``MEMBERS``."""
+
+REMOVE: Final = (
+    _FENCE
+    + """
+if redis.call('HGET', KEYS[1], ARGV[2]) ~= ARGV[3] then return {1, 0} end
+return {1, redis.call('ZREM', KEYS[2], ARGV[2])}
+"""
+)
+"""ARGV: term, learner id, incarnation. Result: 1 where a member was removed."""
+
+SET_QUORUM: Final = (
+    _FENCE
+    + """
+redis.call('SET', KEYS[4], ARGV[2])
+return {1, 0}
+"""
+)
+"""ARGV: term, K."""
+
+MARK_SEEDED: Final = (
+    _FENCE
+    + """
+return {1, redis.call('SETNX', KEYS[5], ARGV[1])}
+"""
+)
+"""ARGV: term. Result: 1 for the first alone."""

@@ -124,7 +124,9 @@ class SynchronizerService(rpc.SynchronizerServiceServicer):
             )
         )
         try:
-            await self._engine.parts.membership.remove(request.learner_id, incarnation)
+            await self._engine.parts.membership.remove(
+                request.learner_id, incarnation, self._engine.core.state.term
+            )
         except DilocoError as error:
             logger.warning("the membership keeps %s a while: %s", request.learner_id, error)
         return pb.LeaveResponse(clock=self._engine.clock_message())

@@ -1,0 +1,119 @@
+"""The Lua scripts of the lease in Redis. Redis runs each of them as one atomic step.
+
+Keys: KEYS[1] hash with an expiry, the claim that holds the lease and its address; KEYS[2] the
+highest term; KEYS[3] JSON list of the standbys in sync. The last two never expire: where neither
+is there, nor a holder, Redis knows nothing of the run.
+
+The first arguments are always a claim: ARGV[1] run id, ARGV[2] term, ARGV[3] leader id, ARGV[4]
+signature (hex), ARGV[5] address, ARGV[6] milliseconds of the lease. What is not ours stops a
+script with ``MALFORMED`` before it writes anything.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from synchronizer_server.membership.scripts import TERM
+
+_STATE: Final = (
+    TERM
+    + """
+local fields = {'run_id', 'term', 'leader_id', 'signature', 'address'}
+local function holder()
+  local left = redis.call('PTTL', KEYS[1])
+  if left == -2 then return nil end
+  local found = redis.call('HMGET', KEYS[1], unpack(fields))
+  for i = 1, #fields do
+    if not found[i] then error('MALFORMED lease') end
+  end
+  if left < 0 then error('MALFORMED lease without expiry') end
+  to_term(found[2])
+  found[6] = left
+  return found
+end
+local function sync()
+  local text = redis.call('GET', KEYS[3])
+  if not text then return nil end
+  local read, ids = pcall(cjson.decode, text)
+  if not read or string.sub(text, 1, 1) ~= '[' then error('MALFORMED in_sync') end
+  for _, id in ipairs(ids) do
+    if type(id) ~= 'string' then error('MALFORMED in_sync') end
+  end
+  return ids
+end
+local held, in_sync, term = holder(), sync(), redis.call('GET', KEYS[2])
+local knows = held or in_sync or term
+term = term and to_term(term) or 0
+local function view()
+  return {holder() or false, redis.call('GET', KEYS[2]), redis.call('GET', KEYS[3])}
+end
+"""
+)
+
+_CLAIM: Final = (
+    _STATE
+    + """
+local claimed = tonumber(ARGV[2])
+local mine = held ~= nil
+for i = 1, 4 do mine = mine and held[i] == ARGV[i] end
+local function take()
+  redis.call('DEL', KEYS[1])
+  for i = 1, #fields do redis.call('HSET', KEYS[1], fields[i], ARGV[i]) end
+  redis.call('PEXPIRE', KEYS[1], ARGV[6])
+end
+local function write(ids)
+  redis.call('SET', KEYS[2], ARGV[2])
+  redis.call('SET', KEYS[3], ids)
+end
+"""
+)
+
+READ: Final = _STATE + "return view()"
+"""Returns {holder's fields and milliseconds left, or nil; term or nil; in_sync or nil}."""
+
+ACQUIRE: Final = (
+    _CLAIM
+    + """
+local may = not knows
+for _, id in ipairs(in_sync or {}) do may = may or id == ARGV[7] end
+if mine and term <= claimed then
+  take()
+elseif not held and term < claimed and may then
+  take()
+  write('[]')
+end
+return view()
+"""
+)
+"""ARGV: claim, standby id. Returns as ``READ``."""
+
+RENEW: Final = (
+    _CLAIM
+    + """
+if (mine or not held) and term <= claimed then
+  take()
+  if term < claimed or not in_sync then write(ARGV[7]) end
+end
+return view()
+"""
+)
+"""ARGV: claim, JSON list of the standbys in sync. Returns as ``READ``."""
+
+SET_IN_SYNC: Final = (
+    _CLAIM
+    + """
+if (held and not mine) or (knows and term ~= claimed) then return 0 end
+write(ARGV[7])
+return 1
+"""
+)
+"""ARGV: claim, JSON list of the standbys in sync. Returns 1 where it was written."""
+
+RELEASE: Final = (
+    _CLAIM
+    + """
+if mine then redis.call('DEL', KEYS[1]) end
+return 0
+"""
+)
+"""ARGV: claim."""
