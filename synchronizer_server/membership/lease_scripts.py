@@ -1,8 +1,9 @@
 """The Lua scripts of the lease in Redis. Redis runs each of them as one atomic step.
 
 Keys: KEYS[1] hash with an expiry, the claim that holds the lease and its address; KEYS[2] the
-highest term; KEYS[3] JSON list of the standbys in sync. The last two never expire: where neither
-is there, nor a holder, Redis knows nothing of the run.
+highest term; KEYS[3] JSON list of the standbys in sync; KEYS[4] number of the write that set it in
+this term. The last three never expire: where there is neither term, nor list, nor a holder, Redis
+knows nothing of the run.
 
 The first arguments are always a claim: ARGV[1] run id, ARGV[2] term, ARGV[3] leader id, ARGV[4]
 signature (hex), ARGV[5] address, ARGV[6] milliseconds of the lease. What is not ours stops a
@@ -61,9 +62,10 @@ local function take()
   for i = 1, #fields do redis.call('HSET', KEYS[1], fields[i], ARGV[i]) end
   redis.call('PEXPIRE', KEYS[1], ARGV[6])
 end
-local function write(ids)
+local function write(ids, revision)
   redis.call('SET', KEYS[2], ARGV[2])
   redis.call('SET', KEYS[3], ids)
+  redis.call('SET', KEYS[4], revision)
 end
 """
 )
@@ -80,7 +82,7 @@ if mine and term <= claimed then
   take()
 elseif not held and term < claimed and may then
   take()
-  write('[]')
+  write(cjson.encode({ARGV[7]}), 0)
 end
 return view()
 """
@@ -92,7 +94,7 @@ RENEW: Final = (
     + """
 if (mine or not held) and term <= claimed then
   take()
-  if term < claimed or not in_sync then write(ARGV[7]) end
+  if term < claimed or not in_sync then write(ARGV[7], 0) end
 end
 return view()
 """
@@ -103,11 +105,15 @@ SET_IN_SYNC: Final = (
     _CLAIM
     + """
 if (held and not mine) or (knows and term ~= claimed) then return 0 end
-write(ARGV[7])
+local revision = redis.call('GET', KEYS[4])
+revision = tonumber(revision or '0')
+if not revision then error('MALFORMED in_sync_revision') end
+if revision > tonumber(ARGV[8]) then return 0 end
+write(ARGV[7], ARGV[8])
 return 1
 """
 )
-"""ARGV: claim, JSON list of the standbys in sync. Returns 1 where it was written."""
+"""ARGV: claim, JSON list of the standbys in sync, revision. Returns 1 where it was written."""
 
 RELEASE: Final = (
     _CLAIM

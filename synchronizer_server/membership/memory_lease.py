@@ -27,7 +27,7 @@ class MemoryLease(MemoryUser):
                 _take(server, claim, address, timeout_s)
             elif held is None and server.term < claim.term and _may_follow(server, standby_id):
                 _take(server, claim, address, timeout_s)
-                server.term, server.in_sync = claim.term, frozenset()
+                _write(server, claim, (standby_id,), 0)
             return _view(server)
 
     async def renew(
@@ -38,16 +38,20 @@ class MemoryLease(MemoryUser):
             if _is_free_for(server, claim) and server.term <= claim.term:
                 _take(server, claim, address, timeout_s)
                 if server.term < claim.term:
-                    server.term, server.in_sync = claim.term, frozenset(in_sync)
+                    _write(server, claim, in_sync, 0)
             return _view(server)
 
-    async def set_in_sync(self, claim: Claim, standby_ids: Collection[str]) -> bool:
+    async def set_in_sync(
+        self, claim: Claim, standby_ids: Collection[str], *, revision: int
+    ) -> bool:
         """See ``LeaseKeeper.set_in_sync``."""
         with self._asking() as server:
             is_new = server.in_sync is None
             if not _is_free_for(server, claim) or (not is_new and server.term != claim.term):
                 return False
-            server.term, server.in_sync = claim.term, frozenset(standby_ids)
+            if server.in_sync_revision > revision:
+                return False
+            _write(server, claim, standby_ids, revision)
             return True
 
     async def release(self, claim: Claim) -> None:
@@ -62,6 +66,13 @@ class MemoryLease(MemoryUser):
 
 def _take(server: MemoryLeaseServer, claim: Claim, address: str, timeout_s: float) -> None:
     server.lease = HeldLease(claim=claim, address=address, ends_at=server.clock() + timeout_s)
+
+
+def _write(
+    server: MemoryLeaseServer, claim: Claim, in_sync: Collection[str], revision: int
+) -> None:
+    server.term, server.in_sync = claim.term, frozenset(in_sync)
+    server.in_sync_revision = revision
 
 
 def _is_free_for(server: MemoryLeaseServer, claim: Claim) -> bool:

@@ -48,6 +48,7 @@ class MemoryLeaseServer:
         lease: the lease as last taken; it may have run out.
         term: highest term; 0 where none is known.
         in_sync: standbys in sync; None where nothing is known of the run.
+        in_sync_revision: number of the write that set it, in this term.
         incarnations: the latest of every learner.
         heard: when each member was heard last, by the clock.
         quorum: K as last set.
@@ -58,6 +59,7 @@ class MemoryLeaseServer:
     lease: HeldLease | None = None
     term: int = 0
     in_sync: frozenset[str] | None = None
+    in_sync_revision: int = 0
     incarnations: dict[str, Incarnation] = field(default_factory=dict)
     heard: dict[str, float] = field(default_factory=dict)
     quorum: int | None = None
@@ -66,7 +68,7 @@ class MemoryLeaseServer:
     def empty(self) -> None:
         """Forgets everything, as a Redis that restarts without its data."""
         self.lease = self.in_sync = self.quorum = self.seeded_term = None
-        self.term = 0
+        self.term = self.in_sync_revision = 0
         self.incarnations.clear()
         self.heard.clear()
 

@@ -28,7 +28,7 @@ class RedisLease:
 
     def __init__(self, client: RedisClient) -> None:
         self._client = client
-        self._keys = [client.key(name) for name in ("lease", "term", "in_sync")]
+        self._keys = [client.key(name) for name in ("lease", "term", "in_sync", "in_sync_revision")]
         self._read = client.script(lease_scripts.READ)
         self._acquire = client.script(lease_scripts.ACQUIRE)
         self._renew = client.script(lease_scripts.RENEW)
@@ -53,21 +53,24 @@ class RedisLease:
         args = [*self._claimed(claim), address, _milliseconds(timeout_s), _listed(in_sync)]
         return self._view(await self._renew(self._keys, args))
 
-    async def set_in_sync(self, claim: Claim, standby_ids: Collection[str]) -> bool:
+    async def set_in_sync(
+        self, claim: Claim, standby_ids: Collection[str], *, revision: int
+    ) -> bool:
         """See ``LeaseKeeper.set_in_sync``."""
-        return await self._told(self._set_in_sync, claim, _listed(standby_ids)) == 1
+        assert 1 <= revision <= MAX_EXACT, f"revision {revision}"
+        return await self._told(self._set_in_sync, claim, _listed(standby_ids), revision) == 1
 
     async def release(self, claim: Claim) -> None:
         """See ``LeaseKeeper.release``."""
-        await self._told(self._release, claim, "")
+        await self._told(self._release, claim, "", 0)
 
     async def aclose(self) -> None:
         """See ``LeaseKeeper.aclose``."""
         await self._client.aclose()
 
-    async def _told(self, script: Script, claim: Claim, ids: str) -> object:
+    async def _told(self, script: Script, claim: Claim, ids: str, revision: int) -> object:
         """What a script answers that neither takes nor prolongs the lease."""
-        return await script(self._keys, [*self._claimed(claim), "", 0, ids])
+        return await script(self._keys, [*self._claimed(claim), "", 0, ids, revision])
 
     def _claimed(self, claim: Claim) -> list[str | int]:
         assert claim.run_id == self._client.run_id, "a lease serves one run"

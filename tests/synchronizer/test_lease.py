@@ -44,7 +44,7 @@ async def test_the_first_bid_takes_the_lease_and_everybody_reads_it(keeper: Keep
     seen = await keeper.lease().read()
     for view in (taken, seen):
         assert (view.holder, view.address, view.term) == (claim, "a:1", 3)
-        assert view.in_sync == frozenset()
+        assert view.in_sync == {"a"}, "the store of the leader"
         assert 0 < view.remaining_s <= LONG_S
 
 
@@ -54,7 +54,7 @@ async def test_a_signature_and_odd_texts_come_back_byte_for_byte(keeper: Keeper)
     assert view.holder == claim
     assert view.term == MAX_EXACT
     odd = ['é"\\[]', "b:{}"]
-    assert await keeper.lease().set_in_sync(claim, odd)
+    assert await keeper.lease().set_in_sync(claim, odd, revision=1)
     assert (await keeper.lease().read()).in_sync == frozenset(odd)
 
 
@@ -66,7 +66,7 @@ async def test_a_claim_without_a_signature_is_kept_as_it_is(keeper: Keeper) -> N
 async def test_a_lease_that_is_held_is_taken_by_nobody_else(keeper: Keeper) -> None:
     first = claim_of(keeper, 1)
     await take(keeper.lease(), first)
-    await keeper.lease().set_in_sync(first, ["b"])
+    await keeper.lease().set_in_sync(first, ["b"], revision=1)
     view = await take(keeper.lease(), claim_of(keeper, 2, "b"))
     assert (view.holder, view.term, view.in_sync) == (first, 1, {"b"})
     view = await prolong(keeper.lease(), claim_of(keeper, 2, "b"))
@@ -82,16 +82,16 @@ async def test_who_differs_in_one_field_alone_is_somebody_else(keeper: Keeper) -
         claim_of(keeper, 5).signed_with(b"another"),
     ):
         assert (await prolong(keeper.lease(), other)).holder == first
-        assert not await keeper.lease().set_in_sync(other, ["x"])
+        assert not await keeper.lease().set_in_sync(other, ["x"], revision=1)
         await keeper.lease().release(other)
     view = await keeper.lease().read()
-    assert (view.holder, view.in_sync) == (first, frozenset())
+    assert (view.holder, view.in_sync) == (first, {"a"})
 
 
 async def test_only_a_standby_in_sync_follows_and_only_with_a_higher_term(keeper: Keeper) -> None:
     first = claim_of(keeper, 4)
     await take(keeper.lease(), first)
-    await keeper.lease().set_in_sync(first, ["b"])
+    await keeper.lease().set_in_sync(first, ["b"], revision=1)
     keeper.run_out()
     assert (await take(keeper.lease(), claim_of(keeper, 5, "c"))).holder is None
     for term in (3, 4):
@@ -100,13 +100,13 @@ async def test_only_a_standby_in_sync_follows_and_only_with_a_higher_term(keeper
     assert (view.term, view.in_sync) == (4, {"b"}), "what is refused changes nothing"
     second = claim_of(keeper, 9, "b")
     view = await take(keeper.lease(), second)
-    assert (view.holder, view.term, view.in_sync) == (second, 9, frozenset())
+    assert (view.holder, view.term, view.in_sync) == (second, 9, {"b"})
 
 
 async def test_the_standby_id_need_not_be_the_leader_id(keeper: Keeper) -> None:
     first = claim_of(keeper, 1)
     await take(keeper.lease(), first)
-    await keeper.lease().set_in_sync(first, ["standby-1"])
+    await keeper.lease().set_in_sync(first, ["standby-1"], revision=1)
     await keeper.lease().release(first)
     second = claim_of(keeper, 2, "random")
     assert (await take(keeper.lease(), second, standby_id="standby-1")).holder == second
@@ -116,7 +116,7 @@ async def test_bidding_again_with_the_lease_in_hand_prolongs_it(keeper: Keeper) 
     claim = claim_of(keeper, 2)
     lease = keeper.lease()
     await take(lease, claim, timeout_s=100.0)
-    await lease.set_in_sync(claim, ["b"])
+    await lease.set_in_sync(claim, ["b"], revision=1)
     view = await take(lease, claim, timeout_s=LONG_S)
     assert view.holder == claim
     assert view.remaining_s > 100.0
@@ -127,7 +127,7 @@ async def test_a_renewal_prolongs_and_tells_a_new_address(keeper: Keeper) -> Non
     claim = claim_of(keeper, 2)
     lease = keeper.lease()
     await take(lease, claim, timeout_s=100.0)
-    await lease.set_in_sync(claim, ["b"])
+    await lease.set_in_sync(claim, ["b"], revision=1)
     view = await lease.renew(claim, address="moved:2", timeout_s=LONG_S, in_sync=["c"])
     assert (view.holder, view.address) == (claim, "moved:2")
     assert view.remaining_s > 100.0
@@ -138,7 +138,7 @@ async def test_a_lease_runs_out_by_itself_and_its_holder_may_take_it_again(keepe
     claim = claim_of(keeper, 2)
     lease = keeper.lease()
     await take(lease, claim, timeout_s=0.02)
-    await lease.set_in_sync(claim, ["b"])
+    await lease.set_in_sync(claim, ["b"], revision=1)
 
     async def is_over() -> bool:
         return (await lease.read()).holder is None
@@ -156,7 +156,7 @@ async def test_a_holder_that_was_frozen_gets_nothing_once_another_has_followed(
     frozen, follower = keeper.lease(), keeper.lease()
     old, new = claim_of(keeper, 1, "a"), claim_of(keeper, 2, "b")
     await take(frozen, old, timeout_s=0.02)
-    await frozen.set_in_sync(old, ["b"])
+    await frozen.set_in_sync(old, ["b"], revision=1)
 
     async def has_followed() -> bool:
         return (await take(follower, new)).holder == new
@@ -164,13 +164,13 @@ async def test_a_holder_that_was_frozen_gets_nothing_once_another_has_followed(
     await until(has_followed)
     assert (await prolong(frozen, old)).holder == new
     assert (await take(frozen, old)).holder == new
-    assert not await frozen.set_in_sync(old, ["a"])
+    assert not await frozen.set_in_sync(old, ["a"], revision=1)
     await frozen.release(old)
     with pytest.raises(DilocoError) as caught:
         await keeper.membership().mark_seeded(1)
     assert caught.value.reason is Reason.STALE_TERM
     view = await frozen.read()
-    assert (view.holder, view.term, view.in_sync) == (new, 2, frozenset())
+    assert (view.holder, view.term, view.in_sync) == (new, 2, {"b"})
     keeper.run_out()
     assert (await prolong(frozen, old)).holder is None, "its term is over, lease or not"
 
@@ -179,18 +179,33 @@ async def test_what_is_released_is_free_and_term_and_standbys_stay(keeper: Keepe
     claim = claim_of(keeper, 7)
     lease = keeper.lease()
     await take(lease, claim)
-    await lease.set_in_sync(claim, ["b"])
+    await lease.set_in_sync(claim, ["b"], revision=1)
     await lease.release(claim)
     await lease.release(claim)
     view = await lease.read()
     assert (view.holder, view.term, view.in_sync) == (None, 7, {"b"})
-    assert await lease.set_in_sync(claim, ["c"]), "the term is its own still"
+    assert await lease.set_in_sync(claim, ["c"], revision=1), "the term is its own still"
+
+
+async def test_a_write_that_was_held_up_does_not_undo_a_later_one(keeper: Keeper) -> None:
+    claim = claim_of(keeper, 1)
+    lease = keeper.lease()
+    await take(lease, claim)
+    assert await lease.set_in_sync(claim, ["a", "b"], revision=7)
+    assert await lease.set_in_sync(claim, ["a"], revision=8)
+    assert not await lease.set_in_sync(claim, ["a", "b"], revision=7)
+    assert (await lease.read()).in_sync == {"a"}
+    keeper.run_out()
+    second = claim_of(keeper, 2, "a")
+    await take(lease, second)
+    assert await lease.set_in_sync(second, ["a", "c"], revision=1), "numbers begin anew with a term"
 
 
 async def test_nobody_in_sync_is_not_the_same_as_nothing_known(keeper: Keeper) -> None:
     claim = claim_of(keeper, 1)
     lease = keeper.lease()
     await take(lease, claim)
+    await lease.set_in_sync(claim, [], revision=1)
     await lease.release(claim)
     assert (await lease.read()).in_sync == frozenset()
     assert (await take(lease, claim_of(keeper, 2, "b"))).holder is None
@@ -217,11 +232,11 @@ async def test_an_emptied_keeper_hears_of_standbys_without_a_lease(keeper: Keepe
     lease = keeper.lease()
     await take(lease, claim)
     keeper.empty()
-    assert await lease.set_in_sync(claim, ["b"])
+    assert await lease.set_in_sync(claim, ["b"], revision=1)
     view = await lease.read()
     assert (view.holder, view.term, view.in_sync) == (None, 3, {"b"})
-    assert not await lease.set_in_sync(claim_of(keeper, 2), ["x"])
-    assert not await lease.set_in_sync(claim_of(keeper, 4), ["x"])
+    assert not await lease.set_in_sync(claim_of(keeper, 2), ["x"], revision=1)
+    assert not await lease.set_in_sync(claim_of(keeper, 4), ["x"], revision=1)
 
 
 async def test_two_contenders_race_and_exactly_one_wins_each_term(keeper: Keeper) -> None:
@@ -237,7 +252,7 @@ async def test_two_contenders_race_and_exactly_one_wins_each_term(keeper: Keeper
         assert {view.holder for view in views} <= {claims[winner]}, "both hear who won"
         assert all(view.term == term for view in views)
         winners.append(winner)
-        assert await lease[winner].set_in_sync(claims[winner], ["a", "b"])
+        assert await lease[winner].set_in_sync(claims[winner], ["a", "b"], revision=1)
         await lease[winner].release(claims[winner])
     assert set(winners) == {"a", "b"}
 
