@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import redis as redis_client
 
 from decoupled_diloco.claims import Claim
+from decoupled_diloco.versions import Incarnation
 from synchronizer_server.membership import (
     LeaseKeeper,
     LeaseView,
@@ -136,3 +137,51 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(30):
         while not await condition():  # noqa: ASYNC110 - the other side has no event to wait for
             await asyncio.sleep(0.005)
+
+
+@dataclass
+class Process:
+    """What one synchronizer process has of Redis: one client, membership and lease on it."""
+
+    client: RedisClient
+    membership: RedisMembership
+    lease: RedisLease
+
+    def claim(self, term: int = 1, leader_id: str = "a") -> Claim:
+        return Claim(run_id=self.client.run_id, term=term, leader_id=leader_id).signed_with(b"key")
+
+
+@contextlib.asynccontextmanager
+async def process_at(
+    address: str, run_id: str | None = None, timeout_s: float = 10.0
+) -> AsyncIterator[Process]:
+    client = RedisClient(address, run_id or f"run-{next(RUNS)}", timeout_s=timeout_s)
+    made = Process(client, RedisMembership(client), RedisLease(client))
+    try:
+        yield made
+    finally:
+        await made.membership.aclose()
+        await made.lease.aclose()
+
+
+ONE = Incarnation(1, 1)
+MEMBERSHIP_CALLS: dict[str, Callable[[Process], Awaitable[object]]] = {
+    "grant_incarnation": lambda p: p.membership.grant_incarnation("a", term=1, at_least=0),
+    "heartbeat": lambda p: p.membership.heartbeat({"a": ONE}, 1),
+    "members": lambda p: p.membership.members(),
+    "expire": lambda p: p.membership.expire(1.0, 1),
+    "remove": lambda p: p.membership.remove("a", ONE, 1),
+    "get_quorum": lambda p: p.membership.get_quorum(),
+    "set_quorum": lambda p: p.membership.set_quorum(2, 1),
+    "mark_seeded": lambda p: p.membership.mark_seeded(1),
+    "is_seeded": lambda p: p.membership.is_seeded(),
+    "read_back": lambda p: p.membership.read_back(),
+}
+LEASE_CALLS: dict[str, Callable[[Process], Awaitable[object]]] = {
+    "read": lambda p: p.lease.read(),
+    "acquire": lambda p: take(p.lease, p.claim()),
+    "renew": lambda p: prolong(p.lease, p.claim()),
+    "set_in_sync": lambda p: p.lease.set_in_sync(p.claim(), ["b"]),
+    "release": lambda p: p.lease.release(p.claim()),
+}
+CALLS = MEMBERSHIP_CALLS | LEASE_CALLS

@@ -3,44 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.versions import Incarnation
-from synchronizer_server.membership import Membership, MemoryMembership, RedisMembership
+from synchronizer_server.membership import Membership, MemoryMembership, Roll
+from synchronizer_server.membership.redis_client import MAX_EXACT
+from tests.synchronizer.keepers import Keeper, claim_of, keeper_in, prolong, take, until
 from tests.synchronizer.redis_server import RedisServer, running_redis
 
-RUNS = itertools.count()
+ONE = Incarnation(1, 1)
 
 
 @pytest.fixture(scope="module")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    directory: Path = tmp_path_factory.mktemp("redis")
-    with running_redis(directory) as server:
+    with running_redis(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
 @pytest_asyncio.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
-async def membership(request: pytest.FixtureRequest) -> AsyncIterator[Membership]:
-    made: Membership
-    if request.param == "memory":
-        made = MemoryMembership()
-    else:
-        server: RedisServer = request.getfixturevalue("redis_server")
-        made = RedisMembership(server.address, f"run-{next(RUNS)}")
-    yield made
-    await made.aclose()
+async def keeper(request: pytest.FixtureRequest) -> AsyncIterator[Keeper]:
+    is_memory = request.param == "memory"
+    server = None if is_memory else request.getfixturevalue("redis_server")
+    async with keeper_in(server) as made:
+        yield made
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(30):
-        while not await condition():  # noqa: ASYNC110 - the other side has no event to wait for
-            await asyncio.sleep(0.005)
+@pytest.fixture
+def membership(keeper: Keeper) -> Membership:
+    return keeper.membership()
 
 
 async def alive(membership: Membership) -> dict[str, Incarnation]:
@@ -50,11 +44,12 @@ async def alive(membership: Membership) -> dict[str, Incarnation]:
 @pytest.mark.asyncio
 async def test_a_fresh_membership_knows_nothing(membership: Membership) -> None:
     assert await membership.members() == []
-    assert await membership.expired(0.0) == []
+    assert await membership.expire(0.0, 1) == []
+    assert await membership.read_back() == Roll(members=(), quorum=None, seeded=False)
     assert await membership.get_quorum() is None
     assert not await membership.is_seeded()
-    assert not await membership.remove("a", Incarnation(1, 1))
-    await membership.heartbeat({})
+    assert not await membership.remove("a", Incarnation(1, 1), 1)
+    await membership.heartbeat({}, 1)
     assert await membership.members() == []
 
 
@@ -100,9 +95,9 @@ async def test_large_numbers_stay_exact(membership: Membership) -> None:
 async def test_an_older_incarnation_never_overwrites_a_newer_one(membership: Membership) -> None:
     new = await membership.grant_incarnation("a", term=2, at_least=4)
     for old in (Incarnation(1, 9), Incarnation(2, 4)):
-        await membership.heartbeat({"a": old, "b": Incarnation(1, 1)})
+        await membership.heartbeat({"a": old, "b": Incarnation(1, 1)}, 3)
         assert await alive(membership) == {"a": new, "b": Incarnation(1, 1)}
-    await membership.heartbeat({"a": Incarnation(3, 6)})
+    await membership.heartbeat({"a": Incarnation(3, 6)}, 3)
     assert (await alive(membership))["a"] == Incarnation(3, 6)
 
 
@@ -114,31 +109,46 @@ async def test_the_heartbeat_of_a_fenced_incarnation_does_not_keep_the_learner_a
     fenced = Incarnation(1, 1)
 
     async def aged() -> bool:
-        await membership.heartbeat({"a": fenced})
-        return len(await membership.expired(0.05)) == 1
+        await membership.heartbeat({"a": fenced}, 3)
+        (member,) = await membership.members()
+        return member.age_s > 0.05
 
     await until(aged)
 
 
+async def are_silent(membership: Membership, *learner_ids: str) -> bool:
+    silent = [x.learner_id for x in await membership.members() if x.age_s > 0.02]
+    return set(learner_ids) <= set(silent)
+
+
 @pytest.mark.asyncio
-async def test_expired_learners_are_named_longest_unheard_first_and_return_by_a_heartbeat(
+async def test_the_silent_are_removed_longest_unheard_first_and_return_by_a_heartbeat(
     membership: Membership,
 ) -> None:
-    await membership.heartbeat({"z": Incarnation(1, 1)})
-    await until(lambda: _num_expired(membership, 0.02, 1))
-    await membership.heartbeat({"a": Incarnation(1, 1)})
-    await until(lambda: _num_expired(membership, 0.02, 2))
-    expired = await membership.expired(0.02)
-    assert [member.learner_id for member in expired] == ["z", "a"]
-    assert expired[0].age_s > expired[1].age_s > 0.02
+    await membership.heartbeat({"z": ONE}, 1)
+    await until(lambda: are_silent(membership, "z"))
+    await membership.heartbeat({"a": Incarnation(1, 2)}, 1)
+    await until(lambda: are_silent(membership, "a", "z"))
     assert [m.learner_id for m in await membership.members()] == ["z", "a"]
-    await membership.heartbeat({"z": Incarnation(1, 1)})
-    assert [m.learner_id for m in await membership.members()] == ["a", "z"]
-    assert await membership.expired(3600.0) == []
+    assert await membership.expire(3600.0, 1) == []
+    gone = await membership.expire(0.02, 1)
+    assert [(x.learner_id, x.incarnation) for x in gone] == [("z", ONE), ("a", Incarnation(1, 2))]
+    assert gone[0].age_s > gone[1].age_s > 0.02
+    assert await membership.members() == []
+    assert await membership.expire(0.02, 1) == []
+    await membership.heartbeat({"z": ONE}, 1)
+    assert await alive(membership) == {"z": ONE}
+    assert await membership.grant_incarnation("a", term=1) == Incarnation(1, 3)
 
 
-async def _num_expired(membership: Membership, older_than_s: float, count: int) -> bool:
-    return len(await membership.expired(older_than_s)) == count
+@pytest.mark.asyncio
+async def test_who_was_heard_in_time_stays(membership: Membership) -> None:
+    await membership.heartbeat({"a": ONE, "b": ONE}, 1)
+    await until(lambda: are_silent(membership, "a", "b"))
+    (age_s,) = (x.age_s for x in await membership.members() if x.learner_id == "a")
+    await membership.heartbeat({"b": ONE}, 1)
+    assert [x.learner_id for x in await membership.expire(age_s, 1)] == ["a"]
+    assert await alive(membership) == {"b": ONE}
 
 
 @pytest.mark.asyncio
@@ -147,10 +157,10 @@ async def test_remove_takes_only_the_current_incarnation_and_keeps_its_number(
 ) -> None:
     first = await membership.grant_incarnation("a", term=1, at_least=0)
     second = await membership.grant_incarnation("a", term=1, at_least=0)
-    assert not await membership.remove("a", first)
+    assert not await membership.remove("a", first, 1)
     assert await alive(membership) == {"a": second}
-    assert await membership.remove("a", second)
-    assert not await membership.remove("a", second)
+    assert await membership.remove("a", second, 1)
+    assert not await membership.remove("a", second, 1)
     assert await alive(membership) == {}
     assert await membership.grant_incarnation("a", term=1, at_least=0) == Incarnation(1, 3)
 
@@ -160,18 +170,18 @@ async def test_a_removed_learner_that_is_heard_again_is_a_member_again(
     membership: Membership,
 ) -> None:
     incarnation = await membership.grant_incarnation("a", term=1, at_least=0)
-    await membership.remove("a", incarnation)
-    await membership.heartbeat({"a": incarnation})
+    await membership.remove("a", incarnation, 1)
+    await membership.heartbeat({"a": incarnation}, 3)
     assert await alive(membership) == {"a": incarnation}
 
 
 @pytest.mark.asyncio
 async def test_quorum_is_what_was_set_last_and_never_below_one(membership: Membership) -> None:
-    await membership.set_quorum(3)
-    await membership.set_quorum(2)
+    await membership.set_quorum(3, 1)
+    await membership.set_quorum(2, 1)
     assert await membership.get_quorum() == 2
     with pytest.raises(UsageError) as caught:
-        await membership.set_quorum(0)
+        await membership.set_quorum(0, 1)
     assert caught.value.reason is Reason.CONFIG_INVALID
     assert await membership.get_quorum() == 2
 
@@ -187,17 +197,126 @@ async def test_only_the_first_seeding_counts(membership: Membership) -> None:
 @pytest.mark.asyncio
 async def test_a_large_batch_with_odd_names_comes_back_whole(membership: Membership) -> None:
     batch = {f"learner {i} é{{}}:*": Incarnation(1 + i % 3, i + 1) for i in range(3000)}
-    await membership.heartbeat(batch)
+    await membership.heartbeat(batch, 3)
     assert await alive(membership) == batch
+
+
+@pytest.mark.asyncio
+async def test_a_take_over_reads_members_quorum_and_seed_back_in_one_piece(
+    membership: Membership, keeper: Keeper
+) -> None:
+    await membership.heartbeat({"z": Incarnation(2, 7)}, 2)
+    await until(lambda: are_silent(membership, "z"))
+    granted = await membership.grant_incarnation("a", term=2)
+    await membership.grant_incarnation("left", term=2)
+    assert await membership.remove("left", Incarnation(2, 1), 2)
+    roll = await keeper.membership().read_back()
+    assert [(x.learner_id, x.incarnation) for x in roll.members] == [
+        ("z", Incarnation(2, 7)),
+        ("a", granted),
+    ]
+    assert roll.members[0].age_s > 0.02
+    assert (roll.quorum, roll.seeded) == (None, False)
+    await membership.set_quorum(5, 2)
+    assert not (await keeper.membership().read_back()).seeded
+    await membership.mark_seeded(2)
+    roll = await keeper.membership().read_back()
+    assert (roll.quorum, roll.seeded) == (5, True)
+
+
+WRITES: dict[str, Callable[[Membership, int], Awaitable[object]]] = {
+    "grant_incarnation": lambda m, term: m.grant_incarnation("new", term=term),
+    "heartbeat": lambda m, term: m.heartbeat({"a": Incarnation(9, 9), "new": ONE}, term),
+    "expire": lambda m, term: m.expire(-1.0, term),
+    "remove": lambda m, term: m.remove("a", ONE, term),
+    "set_quorum": lambda m, term: m.set_quorum(7, term),
+    "mark_seeded": lambda m, term: m.mark_seeded(term),
+}
+every_write = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+
+
+async def state_of(membership: Membership) -> tuple[dict[str, Incarnation], int | None, bool]:
+    roll = await membership.read_back()
+    return {x.learner_id: x.incarnation for x in roll.members}, roll.quorum, roll.seeded
+
+
+@every_write
+@pytest.mark.asyncio
+async def test_a_writer_whose_term_is_over_writes_nothing_and_hears_why(
+    keeper: Keeper,
+    membership: Membership,
+    write: Callable[[Membership, int], Awaitable[object]],
+) -> None:
+    await membership.heartbeat({"a": ONE}, 1)
+    await take(keeper.lease(), claim_of(keeper, 5))
+    before = await state_of(membership)
+    with pytest.raises(DilocoError, match=r"term 4.*knows term 5.*term 4 is over") as caught:
+        await write(membership, 4)
+    assert caught.value.reason is Reason.STALE_TERM
+    assert await state_of(membership) == before
+    keeper.run_out()
+    with pytest.raises(DilocoError):  # the lease ran out, the term did not
+        await write(membership, 4)
+
+
+@every_write
+@pytest.mark.parametrize("how", ["same term", "higher term", "no lease", "emptied"])
+@pytest.mark.asyncio
+async def test_a_writer_of_the_term_and_everybody_where_no_term_is_known_may_write(
+    keeper: Keeper,
+    membership: Membership,
+    write: Callable[[Membership, int], Awaitable[object]],
+    how: str,
+) -> None:
+    if how != "no lease":
+        await take(keeper.lease(), claim_of(keeper, 5))
+    if how == "emptied":
+        keeper.empty()
+    term = {"same term": 5, "higher term": 6}.get(how, 4)
+    await membership.heartbeat({"a": ONE}, term)
+    before = await state_of(membership)
+    await write(membership, term)
+    assert await state_of(membership) != before
+
+
+@pytest.mark.asyncio
+async def test_terms_up_to_the_largest_exact_number_are_compared_exactly(
+    keeper: Keeper, membership: Membership
+) -> None:
+    await take(keeper.lease(), claim_of(keeper, MAX_EXACT))
+    await membership.heartbeat({"a": ONE}, MAX_EXACT)
+    with pytest.raises(DilocoError) as caught:
+        await membership.heartbeat({"a": ONE}, MAX_EXACT - 1)
+    assert caught.value.reason is Reason.STALE_TERM
+
+
+@pytest.mark.asyncio
+async def test_an_emptied_keeper_is_filled_by_the_next_heartbeat(
+    keeper: Keeper, membership: Membership
+) -> None:
+    claim = claim_of(keeper, 3)
+    await take(keeper.lease(), claim)
+    batch = {"a": Incarnation(2, 5), "b": Incarnation(3, 1)}
+    await membership.heartbeat(batch, 3)
+    keeper.empty()
+    assert await alive(membership) == {}
+    await prolong(keeper.lease(), claim)
+    with pytest.raises(DilocoError):
+        await membership.heartbeat({"a": Incarnation(2, 4)}, 2)
+    await membership.heartbeat(batch, 3)
+    assert await alive(membership) == batch
+    await membership.heartbeat({"a": Incarnation(2, 4)}, 3)
+    assert await alive(membership) == batch
+    assert await membership.grant_incarnation("a", term=3, at_least=3) == Incarnation(3, 6)
 
 
 @pytest.mark.asyncio
 async def test_memory_measures_age_by_the_clock_it_was_given() -> None:
     now = 100.0
     membership = MemoryMembership(clock=lambda: now)
-    await membership.heartbeat({"a": Incarnation(1, 1)})
+    await membership.heartbeat({"a": ONE}, 1)
     now = 107.5
     (member,) = await membership.members()
     assert member.age_s == 7.5
-    assert await membership.expired(7.5) == []
-    assert await membership.expired(7.4) == [member]
+    assert await membership.expire(7.5, 1) == []
+    assert await membership.expire(7.4, 1) == [member]
