@@ -40,7 +40,7 @@ class AwayMembership(MemoryMembership):
     async def mark_seeded(self, term: int) -> bool:
         raise DilocoError(Reason.MEMBERSHIP_UNAVAILABLE, "redis does not answer")
 
-    async def remove(self, learner_id: str, incarnation: Incarnation) -> bool:
+    async def remove(self, learner_id: str, incarnation: Incarnation, term: int) -> bool:
         raise DilocoError(Reason.MEMBERSHIP_UNAVAILABLE, "redis does not answer")
 
 

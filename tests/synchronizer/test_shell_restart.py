@@ -221,7 +221,7 @@ async def test_the_quorum_of_an_operator_outlives_a_restart() -> None:
     first = await Fleet(store=store, membership=membership).start()
     await first.seeded("a")
     await first.stop()
-    await membership.set_quorum(3)
+    await membership.set_quorum(3, 1)
     async with serving(store=store, membership=membership) as second:
         assert (await second.status()).quorum == 3
 
