@@ -125,9 +125,11 @@ class KeepingStore(MemoryStore):
         super().__init__()
         self.records: list[RoundRecord] = []
 
-    def commit(self, record: RoundRecord, fragments: Mapping[int, FragmentState]) -> None:
+    def commit(
+        self, record: RoundRecord, fragments: Mapping[int, FragmentState], *, force: bool = False
+    ) -> None:
         """See ``RoundStore.commit``."""
-        super().commit(record, fragments)
+        super().commit(record, fragments, force=force)
         self.records.append(record)
 
 

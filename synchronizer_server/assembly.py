@@ -8,13 +8,11 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from decoupled_diloco.claims import Claim
 from decoupled_diloco.codecs import check_codecs
-from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.journal import Journal
-from decoupled_diloco.layout import Layout, Role, Strategy, TensorSpec, build_layout
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Version
 from synchronizer_server.commits import Committer
@@ -28,8 +26,9 @@ from synchronizer_server.ledger import make_record, restored_from
 from synchronizer_server.membership.base import Membership
 from synchronizer_server.merge.fragment_state import FragmentState
 from synchronizer_server.parts import Parts
+from synchronizer_server.run_layout import layout_from
 from synchronizer_server.runner import Runner
-from synchronizer_server.store.base import RoundStore, RunDescription
+from synchronizer_server.store.base import RoundStore
 from synchronizer_server.tensors import TensorBook
 from synchronizer_server.updates import UpdateBook
 
@@ -88,7 +87,7 @@ async def assemble(
     loaded = store.load()
     if loaded is None:
         await _check_not_lost(membership, settings.run_id)
-    layout = _layout_of(store.read_run(), settings) if loaded is not None else None
+    layout = layout_from(store.read_run(), settings) if loaded is not None else None
     if claim is None:
         term = 1 + store.highest_term()
         claim = Claim(run_id=settings.run_id, term=term, leader_id=secrets.token_hex(8))
@@ -204,45 +203,3 @@ async def _quorum(membership: Membership, settings: RunSettings) -> int:
         logger.warning("quorum %d from the settings: %s", settings.quorum, error)
         chosen = None
     return chosen if chosen is not None else settings.quorum
-
-
-def _layout_of(description: RunDescription | None, settings: RunSettings) -> Layout:
-    """The layout that the store keeps, checked against the settings.
-
-    Raises:
-        DilocoError: STORE_CORRUPT; UsageError CONFIG_CONFLICT where the settings changed.
-    """
-    kept: Any = (description or {}).get("layout")
-    try:
-        tensors = [
-            TensorSpec(
-                name=t["name"],
-                shape=tuple(t["shape"]),
-                dtype=t["dtype"],
-                role=Role(t["role"]),
-                aliases=tuple(t["aliases"]),
-            )
-            for t in kept["tensors"]
-        ]
-        fingerprint = str(kept["fingerprint"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DilocoError(
-            Reason.STORE_CORRUPT, f"the store's layout cannot be read ({error}); restore a backup"
-        ) from error
-    try:
-        layout = build_layout(
-            tensors,
-            strategy=Strategy(settings.strategy),
-            num_fragments=settings.num_fragments,
-            overlap=settings.overlap,
-        )
-    except UsageError:
-        layout = None  # what no layout can be made with is another one, too
-    if layout is None or layout.fingerprint != fingerprint:
-        raise UsageError(
-            Reason.CONFIG_CONFLICT,
-            f"the store holds strategy {kept.get('strategy')!r} with {kept.get('num_fragments')} "
-            "fragments, the settings another layout: the layout of a run is fixed once; start with "
-            "the settings of the run, or choose a new run_id and store",
-        )
-    return layout

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.versions import Version
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.merge.fragment_state import FragmentState
 
@@ -18,7 +19,8 @@ class RoundStore(Protocol):
 
     Order of a life: ``load``, ``open_run`` once the run's description is known, ``begin_term``,
     then ``commit`` for the seed and for every round, in order of t. A round may be published when
-    its ``commit`` has returned, never before.
+    its ``commit`` has returned, never before. The store of a standby has ``install`` in place of
+    the last two, until a take-over: then ``begin_term`` follows with the newest record.
     """
 
     def read_run(self) -> RunDescription | None:
@@ -62,17 +64,38 @@ class RoundStore(Protocol):
             DilocoError: ``STALE_TERM`` when the term is not new; as ``commit``.
         """
 
-    def commit(self, record: RoundRecord, fragments: Mapping[int, FragmentState]) -> None:
+    def commit(
+        self, record: RoundRecord, fragments: Mapping[int, FragmentState], *, force: bool = False
+    ) -> None:
         """Makes one record and the fragments that it changed durable.
 
         Args:
             record: seed, or round of the current term.
             fragments: all for the seed, the merged one for a round. They are copied.
+            force: force the round out to the disk, whatever the durability.
 
         Raises:
             DilocoError: ``STALE_TERM`` when another term is current; ``DISK_FULL``;
                 ``STORAGE_FAILED``. The previous record then stays the newest, and the same or a
                 later commit may follow.
+        """
+
+    def install(self, record: RoundRecord, fragments: Mapping[int, FragmentState]) -> None:
+        """Keeps a record of another process's lineage: what a standby writes.
+
+        Whatever the store held before, ``load`` gives this cut back afterwards. A term that was
+        current here ends. A record of the newest term that the store is past, or holds already,
+        changes nothing.
+
+        Args:
+            record: seed, round or take-over of a term not below ``highest_term``.
+            fragments: at least those whose version (the whole of it) differs from that of the
+                newest record here; of the others nothing is taken. They are copied.
+
+        Raises:
+            DilocoError: ``STALE_TERM`` for a lower term; ``STORE_CORRUPT`` when record and
+                fragments do not make a complete cut on top of what is held; ``DISK_FULL``;
+                ``STORAGE_FAILED``. The record before then stays the newest.
         """
 
     def close(self) -> None:
@@ -136,3 +159,73 @@ def check_commit(
         assert tensors.problem() is None, f"fragment {fragment}: {tensors.problem()}"
         assert (version.term, version.global_step) == (record.term, record.global_step)
         assert version.digest == tensors.digest(), f"fragment {fragment}: digest is not its own"
+
+
+def check_install(
+    record: RoundRecord,
+    fragments: Mapping[int, FragmentState],
+    *,
+    tip: RoundRecord | None,
+    highest_term: int,
+) -> dict[int, FragmentState] | None:
+    """Checks the arguments of ``install`` against the newest record ``tip``.
+
+    Returns:
+        The fragments to write; None where the store holds the record, or a later one, already.
+
+    Raises:
+        DilocoError: ``STALE_TERM``; ``STORE_CORRUPT``, naming what differs.
+    """
+    if record.term < highest_term:
+        raise DilocoError(
+            Reason.STALE_TERM,
+            f"round {record.global_step} of term {record.term} cannot be kept: the store knows "
+            f"term {highest_term}",
+            term=record.term,
+        )
+    held: dict[int, Version] = {}
+    if tip is not None:
+        _check_same_run(record, tip)
+        if record.term == tip.term and record.global_step <= tip.global_step:
+            if record.global_step == tip.global_step and record.to_json() != tip.to_json():
+                raise _unfit(record, "the store holds another record of the same term and t")
+            return None
+        held = dict(enumerate(tip.versions))
+    changed = {}
+    for fragment, version in enumerate(record.versions):
+        if version == held.get(fragment):
+            continue
+        if fragment not in fragments:
+            raise _unfit(
+                record,
+                f"fragment {fragment} has version {version}, the store {held.get(fragment)}, and "
+                "its tensors did not come with it",
+            )
+        tensors = fragments[fragment]
+        if (problem := tensors.problem()) is not None:
+            raise _unfit(record, f"fragment {fragment}: {problem}")
+        if tensors.digest() != version.digest:
+            raise _unfit(record, f"the published copy of fragment {fragment} is not {version}")
+        changed[fragment] = tensors
+    return changed
+
+
+def _check_same_run(record: RoundRecord, tip: RoundRecord) -> None:
+    for name in ("run_id", "group", "layout_fingerprint"):
+        ours, theirs = getattr(tip, name), getattr(record, name)
+        if ours != theirs:
+            raise _unfit(record, f"its {name} is {theirs!r}, the store's {ours!r}")
+    if len(record.versions) != len(tip.versions):
+        raise _unfit(
+            record, f"it has {len(record.versions)} fragments, the store {len(tip.versions)}"
+        )
+
+
+def _unfit(record: RoundRecord, what: str) -> DilocoError:
+    return DilocoError(
+        Reason.STORE_CORRUPT,
+        f"round {record.global_step} of term {record.term} does not fit this store: {what}; "
+        "where that stays so, let this standby begin with an empty store",
+        term=record.term,
+        global_step=record.global_step,
+    )

@@ -2,6 +2,7 @@
 
     PATH/run.json                                              the run's description
     PATH/group-000/lock                                        held by the single writer
+    PATH/group-000/first-install/                              there until a standby has a record
     PATH/group-000/term-00000001/round-0000000123.json         round record
     PATH/group-000/term-00000001/fragment-0003-0000000123.safetensors
 
@@ -10,19 +11,33 @@ record with all its files is a complete cut of the group. A record file appears 
 fragments' files are safe; a crash in between leaves files that no record names, which the next
 commits sweep away.
 
-Durability ``disk`` forces every file out before ``commit`` returns: nothing committed is lost to
-a crash of the process, the machine or the power. With ``async`` a round's files are left to the
-kernel: a crash of the process loses nothing; a crash of the machine or the power may lose the
-newest rounds, at most twice ``keep_rounds``, since older ones are removed only after the kept
-ones were forced out. Seed and start of a term are forced out either way.
+A standby's store gets its records by ``install``. Their files lie in the directory of the term
+whose leader sent them, so what an older term left behind is never replaced, even where it is not on
+the final lineage.
+
+What each durability survives:
+
+- ``disk`` forces every file out before ``commit`` or ``install`` returns: nothing committed is
+  lost to a crash of the process, the machine or the power.
+- ``async`` leaves a round's files to the kernel: a crash of the process loses nothing; a crash of
+  the machine or the power may lose the newest rounds, at most twice ``keep_rounds``, since older
+  ones are removed only after the kept ones were forced out.
+- ``standby`` is ``async`` on this disk; the rounds that a crash of this machine takes are those
+  that a standby has acknowledged, so only both machines failing at once loses any. Whoever
+  commits asks for ``force`` while no standby is in sync: then the round, and all that its cut
+  names, survives what it does with ``disk``.
+
+Seed, start of a term and the first record that a standby gets of a term are always forced out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 from decoupled_diloco.errors import DilocoError, Reason
 from synchronizer_server.core.records import RoundRecord
@@ -31,6 +46,7 @@ from synchronizer_server.store.base import (
     RunDescription,
     check_begin,
     check_commit,
+    check_install,
 )
 from synchronizer_server.store.envelope import (
     Durability,
@@ -62,7 +78,7 @@ class DiskStore:
         path: directory of the store, created when missing.
         run_id: the run; a store of another run is refused.
         group: group of fragments.
-        durability: ``disk`` or ``async``, see the module.
+        durability: ``disk``, ``standby`` or ``async``, see the module.
         keep_rounds: round records to keep in each term, at least 1.
         keep_terms: newest terms whose records are kept, at least 1. Fragments' files that a kept
             record names always stay.
@@ -82,7 +98,7 @@ class DiskStore:
         keep_rounds: int = 4,
         keep_terms: int = 3,
     ) -> None:
-        assert durability in ("disk", "async"), f"durability {durability!r} is not known"
+        assert durability in get_args(Durability), f"durability {durability!r} is not known"
         assert keep_rounds >= 1, "keep_rounds is at least 1"
         assert keep_terms >= 1, "keep_terms is at least 1"
         self._root = Path(path)
@@ -161,37 +177,74 @@ class DiskStore:
         self.read_run()  # another run's store, or one without its description, is told first
         self._kept, fragments = load_lineage(self._paths, self._run_id, self._group)
         self._loaded = True
-        return (self._kept[-1].record, fragments) if self._kept else None
+        self._unsynced = set()
+        if (tip := self._tip) is None:
+            return None
+        self._end_first_install()
+        if not tip.forced:  # an earlier process may have left it to the kernel
+            self._unsynced = {self._record_path(tip.record), *self._fragment_paths(tip)}
+        return tip.record, fragments
+
+    @property
+    def _tip(self) -> Envelope | None:
+        return self._kept[-1] if self._kept else None
 
     # -- writing ----------------------------------------------------------------------------------
 
     def begin_term(self, term: int, record: RoundRecord | None = None) -> None:
         """See ``RoundStore.begin_term``."""
         assert self._loaded, "load comes before begin_term"
-        tip = self._kept[-1] if self._kept else None
+        tip = self._tip
         check_begin(term, record, tip=tip.record if tip else None, highest_term=self.highest_term())
         make_directory(self._paths.term(term))
         self._term = term
-        if record is None or tip is None:
+        if record is None:
             return
         try:
-            # the new record counts as forced out, so what it names must be: an earlier process
-            # may have left that to the kernel
-            _sync_all(self._fragment_paths(tip))
             self.commit(record, {})
         except DilocoError:
             self._term = None
             raise
 
-    def commit(self, record: RoundRecord, fragments: Mapping[int, FragmentState]) -> None:
+    def commit(
+        self, record: RoundRecord, fragments: Mapping[int, FragmentState], *, force: bool = False
+    ) -> None:
         """See ``RoundStore.commit``."""
         assert self._loaded, "load comes before commit"
-        tip = self._kept[-1] if self._kept else None
+        tip = self._tip
         check_commit(record, fragments, term=self._term, tip=tip.record if tip else None)
         if tip is None:
             assert self.read_run() is not None, "open_run comes before the first record"
-        files = dict(enumerate(tip.files)) if tip is not None else {}
-        sync = self._durability == "disk" or record.fragment is None
+        self._write(record, fragments, force=force or record.fragment is None)
+
+    def install(self, record: RoundRecord, fragments: Mapping[int, FragmentState]) -> None:
+        """See ``RoundStore.install``."""
+        assert self._loaded, "load comes before install"
+        assert self.read_run() is not None, "open_run comes before the first record"
+        tip = self._tip.record if self._tip else None
+        changed = check_install(record, fragments, tip=tip, highest_term=self.highest_term())
+        if (record.run_id, record.group) != (self._run_id, self._group):
+            raise DilocoError(
+                Reason.RUN_MISMATCH,
+                f"{self._root} holds run {self._run_id!r}, group {self._group}, and takes no round "
+                f"of run {record.run_id!r}, group {record.group}",
+                path=self._root,
+            )
+        self._term = None
+        if changed is None:
+            return
+        if tip is None:
+            make_directory(self._paths.unfinished)
+        make_directory(self._paths.term(record.term))
+        first = tip is None or tip.term < record.term
+        self._write(record, changed, force=first or record.fragment is None)
+
+    def _write(
+        self, record: RoundRecord, fragments: Mapping[int, FragmentState], *, force: bool
+    ) -> None:
+        """Writes fragments, then the record on top of the tip; takes all back when that fails."""
+        files = dict(enumerate(self._tip.files)) if self._tip is not None else {}
+        sync = force or self._durability == "disk"
         written: list[Path] = []
         try:
             self._discard([self._record_path(record)])
@@ -203,7 +256,10 @@ class DiskStore:
                 record=record,
                 files=tuple(files[p] for p in range(len(record.versions))),
                 durability=self._durability,
+                forced=sync,
             )
+            if sync:  # what it names from before counts as forced out with it
+                self._force(self._fragment_paths(envelope))
             written.append(self._record_path(record))
             write_atomic(written[-1], encode_record(envelope), sync=sync)
             if sync:
@@ -214,7 +270,11 @@ class DiskStore:
         if not sync:
             self._unsynced.update(written)
         self._kept.append(envelope)
-        self._prune()
+        try:
+            self._end_first_install()
+            self._prune()
+        except DilocoError as error:  # the commit stands
+            logger.warning("old rounds could not be removed yet: %s", error.message)
 
     def _write_fragment(
         self,
@@ -227,14 +287,28 @@ class DiskStore:
         data = encode_fragment(tensors, record, fragment)
         ref = FileRef(
             term=record.term,
-            global_step=record.global_step,
+            global_step=record.versions[fragment].global_step,
             num_bytes=len(data),
             sha256=hashlib.sha256(data).hexdigest(),
         )
         path = self._paths.fragment(fragment, ref.term, ref.global_step)
+        kept = [envelope.files[fragment] for envelope in self._kept]
+        if (ref.term, ref.global_step) in [(other.term, other.global_step) for other in kept]:
+            raise DilocoError(
+                Reason.STORE_CORRUPT,
+                f"{path} is there already, and its round is kept: term {ref.term} has two "
+                "histories; let this standby begin with an empty store",
+                path=path,
+            )
         written.append(path)
         write_atomic(path, data, sync=sync)
         return ref
+
+    def _force(self, paths: set[Path]) -> None:
+        """Forces out those of the files that were left to the kernel."""
+        due = paths & self._unsynced
+        _sync_all(due)
+        self._unsynced -= due
 
     def _discard(self, paths: list[Path]) -> None:
         """Removes files, newest first; a missing one is fine."""
@@ -257,28 +331,29 @@ class DiskStore:
     # -- retention --------------------------------------------------------------------------------
 
     def _prune(self) -> None:
-        """Removes what no kept record names. The commit stands, whatever goes wrong here."""
-        counted = sum(envelope.record.term == self._term for envelope in self._kept)
-        if self._durability == "async" and counted < 2 * self._keep_rounds:
+        """Removes what no kept record names."""
+        newest = self._kept[-1].record.term
+        counted = sum(envelope.record.term == newest for envelope in self._kept)
+        if self._durability != "disk" and counted < 2 * self._keep_rounds:
             return
-        keep = self._retained()
-        referenced = {self._record_path(envelope.record) for envelope in keep}
-        for envelope in keep:
+        self._kept = self._retained()
+        referenced = {self._record_path(envelope.record) for envelope in self._kept}
+        for envelope in self._kept:
             referenced |= self._fragment_paths(envelope)
-        try:
-            if self._unsynced:
-                _sync_all(self._unsynced & referenced)
-                self._unsynced.clear()
-            for term, directory in self._paths.terms():
-                for path in self._paths.content(directory):
-                    if path not in referenced:
-                        self._discard([path])
-                if term != self._term and not listing(directory):
-                    with storage_errors(directory):
-                        directory.rmdir()
-        except DilocoError as error:
-            logger.warning("old rounds could not be removed yet: %s", error.message)
-        self._kept = keep
+        self._force(referenced)
+        self._unsynced.clear()
+        for term, directory in self._paths.terms():
+            for path in self._paths.content(directory):
+                if path not in referenced:
+                    self._discard([path])
+            if term != newest and not listing(directory):
+                with storage_errors(directory):
+                    directory.rmdir()
+
+    def _end_first_install(self) -> None:
+        """A record is there: from now on fragments without one are a loss."""
+        with storage_errors(self._paths.unfinished), contextlib.suppress(FileNotFoundError):
+            self._paths.unfinished.rmdir()
 
     def _retained(self) -> list[Envelope]:
         """The records to keep: the last of each of the newest terms."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, cast, get_args
 
 import safetensors
 import safetensors.torch
@@ -21,7 +21,7 @@ from synchronizer_server.store.base import RunDescription
 STORE_FORMAT: Final = 1
 """Version of the layout on disk; another number is refused."""
 
-Durability = Literal["disk", "async"]
+Durability = Literal["disk", "standby", "async"]
 
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -31,7 +31,8 @@ class FileRef:
     """The file that holds one fragment's tensors.
 
     Attributes:
-        term: term in whose directory it lies.
+        term: term in whose directory it lies: in which it was written here. That is the term of
+            its version, or a later one where a standby got it from the leader of that term.
         global_step: t in its name.
         num_bytes: its size.
         sha256: its digest, hex.
@@ -59,11 +60,13 @@ class Envelope:
         record: the record.
         files: one per fragment, in order.
         durability: with which setting it was written.
+        forced: True where it was forced out, with all that it names, before it counted.
     """
 
     record: RoundRecord
     files: tuple[FileRef, ...]
     durability: Durability
+    forced: bool
 
 
 def _corrupt(what: str) -> DilocoError:
@@ -133,6 +136,7 @@ def encode_record(envelope: Envelope) -> bytes:
             "record": envelope.record.to_dict(),
             "files": files,
             "durability": envelope.durability,
+            "forced": envelope.forced,
         }
     )
 
@@ -143,18 +147,25 @@ def decode_record(data: bytes) -> Envelope:
     Raises:
         DilocoError: ``STORE_CORRUPT``.
     """
-    content = _unseal(data, {"record", "files", "durability"})
-    if content["durability"] not in ("disk", "async"):
+    content = _unseal(data, {"record", "files", "durability", "forced"})
+    if content["durability"] not in get_args(Durability):
         raise _corrupt(f"durability {content['durability']!r} is not known")
+    if not isinstance(content["forced"], bool):
+        raise _corrupt("forced is neither true nor false")
     if not isinstance(content["files"], list):
         raise _corrupt("files is not a list")
     record = RoundRecord.from_dict(content["record"])
     files = tuple(_ref_from(item) for item in content["files"])
-    held = [(ref.term, ref.global_step) for ref in files]
-    if held != [(version.term, version.global_step) for version in record.versions]:
+    if len(files) != len(record.versions) or not all(
+        ref.global_step == version.global_step and version.term <= ref.term <= record.term
+        for ref, version in zip(files, record.versions, strict=True)
+    ):
         raise _corrupt("its files are not those of its versions")
     return Envelope(
-        record=record, files=files, durability=cast("Durability", content["durability"])
+        record=record,
+        files=files,
+        durability=cast("Durability", content["durability"]),
+        forced=content["forced"],
     )
 
 
@@ -171,10 +182,11 @@ def _ref_from(item: object) -> FileRef:
 
 def encode_fragment(tensors: FragmentState, record: RoundRecord, fragment: int) -> bytes:
     """Returns a safetensors file with the fragment's three tensors."""
+    version = record.versions[fragment]
     metadata = {
         "run": record.run_id,
-        "term": str(record.term),
-        "global_step": str(record.global_step),
+        "term": str(version.term),
+        "global_step": str(version.global_step),
         "fragment": str(fragment),
     }
     # cloned, since tensors that share memory are refused by safetensors

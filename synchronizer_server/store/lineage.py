@@ -90,18 +90,18 @@ def _newest_complete(
 def _may_be_torn(found: list[_Found], index: int) -> bool:
     """Tells whether a record may have been left incomplete by a crash of the machine.
 
-    Seed and start of a term never are. An unreadable record cannot say how it was written; the
-    nearest readable one before it in its term does.
+    The first record of a term here never is. An unreadable record cannot say how it was written;
+    the nearest readable one before it in its term does.
     """
     own = found[index]
     if isinstance(own.content, Envelope):
-        return own.content.durability == "async" and own.content.record.fragment is not None
+        return not own.content.forced
     before = [
         item.content
         for item in found[:index]
         if item.term == own.term and isinstance(item.content, Envelope)
     ]
-    return bool(before) and before[-1].durability == "async"
+    return bool(before) and before[-1].durability != "disk"
 
 
 def _examine(run_id: str, group: int, term: int, global_step: int, path: Path) -> _Found:
@@ -155,7 +155,9 @@ def _unusable(path: Path, record_path: Path, damage: str | None) -> DilocoError:
 
 
 def _refuse_rounds_without_record(paths: StorePaths) -> None:
-    """A fragment of t > 0 is written only when the seed has a record."""
+    """A fragment of t > 0 is written only when a record is there, but for a first install."""
+    if paths.unfinished.exists():
+        return
     for global_step, path in paths.fragments():
         if global_step > 0:
             raise DilocoError(

@@ -11,6 +11,7 @@ from synchronizer_server.store.base import (
     RunDescription,
     check_begin,
     check_commit,
+    check_install,
 )
 
 
@@ -53,11 +54,25 @@ class MemoryStore:
         if record is not None:
             self.commit(record, {})
 
-    def commit(self, record: RoundRecord, fragments: Mapping[int, FragmentState]) -> None:
-        """See ``RoundStore.commit``."""
+    def commit(
+        self, record: RoundRecord, fragments: Mapping[int, FragmentState], *, force: bool = False
+    ) -> None:
+        """See ``RoundStore.commit``; there is nothing to force."""
+        del force
         assert self._run is not None, "open_run comes before the first record"
         check_commit(record, fragments, term=self._term, tip=self._tip)
         self._fragments.update({p: tensors.clone() for p, tensors in fragments.items()})
+        self._tip = record
+
+    def install(self, record: RoundRecord, fragments: Mapping[int, FragmentState]) -> None:
+        """See ``RoundStore.install``."""
+        assert self._run is not None, "open_run comes before the first record"
+        changed = check_install(record, fragments, tip=self._tip, highest_term=self._highest_term)
+        self._term = None
+        if changed is None:
+            return
+        self._highest_term = record.term
+        self._fragments.update({p: tensors.clone() for p, tensors in changed.items()})
         self._tip = record
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ class StorePaths:
         directory: the group's directory.
         run: file of the run's description.
         lock: the writer's lock file.
+        unfinished: an empty directory that is there while a first install is under way.
     """
 
     def __init__(self, root: Path, group: int) -> None:
@@ -33,6 +34,7 @@ class StorePaths:
         self.directory = root / f"group-{group:03d}"
         self.run = root / "run.json"
         self.lock = self.directory / "lock"
+        self.unfinished = self.directory / "first-install"
 
     def term(self, term: int) -> Path:
         """Directory of a term."""

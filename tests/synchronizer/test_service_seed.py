@@ -138,11 +138,11 @@ class FullStore(MemoryStore):
 
     num_failures = 1
 
-    def commit(self, record: object, fragments: object) -> None:
+    def commit(self, record: object, fragments: object, *, force: bool = False) -> None:
         if self.num_failures:
             self.num_failures -= 1
             raise DilocoError(Reason.DISK_FULL, "no space left")
-        super().commit(record, fragments)
+        super().commit(record, fragments, force=force)
 
 
 async def test_a_seed_that_cannot_be_persisted_is_not_published_and_tried_again(

@@ -23,10 +23,10 @@ class FailingStore(MemoryStore):
 
     reason: Reason | None = None
 
-    def commit(self, record: object, fragments: object) -> None:
+    def commit(self, record: object, fragments: object, *, force: bool = False) -> None:
         if self.reason is not None:
             raise DilocoError(self.reason, "no space left on the disk")
-        super().commit(record, fragments)
+        super().commit(record, fragments, force=force)
 
 
 @pytest.mark.parametrize("reason", [Reason.DISK_FULL, Reason.STORAGE_FAILED])
@@ -76,10 +76,12 @@ async def test_a_record_counts_the_tokens_of_its_own_cut_alone(
         assert fleet.engine.core.state.roster.find("a").num_tokens_merged == 128
 
 
-def only_round_1(self: FailingStore, record: RoundRecord, fragments: object) -> None:
+def only_round_1(
+    self: FailingStore, record: RoundRecord, fragments: object, *, force: bool = False
+) -> None:
     if record.global_step > 1:
         raise DilocoError(Reason.DISK_FULL, "no space left on the disk")
-    MemoryStore.commit(self, record, fragments)
+    MemoryStore.commit(self, record, fragments, force=force)
 
 
 class GatedRunner(ThreadRunner):
