@@ -23,9 +23,10 @@ from synchronizer_server.core.synchronizer import SynchronizerCore
 from synchronizer_server.engine import Engine
 from synchronizer_server.joining import JoinDesk
 from synchronizer_server.ledger import make_record, restored_from
-from synchronizer_server.membership.base import Membership
+from synchronizer_server.membership.base import Membership, Roll
 from synchronizer_server.merge.fragment_state import FragmentState
 from synchronizer_server.parts import Parts
+from synchronizer_server.replicas import Replicas
 from synchronizer_server.run_layout import layout_from
 from synchronizer_server.runner import Runner
 from synchronizer_server.store.base import RoundStore
@@ -70,6 +71,7 @@ async def assemble(
     *,
     max_staged_bytes: int,
     claim: Claim | None = None,
+    replicas: Replicas | None = None,
 ) -> Assembled:
     """Builds a synchronizer; goes on where the store left off.
 
@@ -78,55 +80,61 @@ async def assemble(
         outside: the world.
         max_staged_bytes: bound on pushes under way.
         claim: our claim of leadership, whose term begins; None where nobody else could lead.
+        replicas: our standbys; None as above.
 
     Raises:
         DilocoError: STORE_CORRUPT, STORE_LOST, RUN_MISMATCH, CONFIG_CONFLICT.
     """
     check_codecs(settings)
     store, membership = outside.store, outside.membership
-    loaded = store.load()
+    # Off the loop: a take-over must renew its lease while a large store is read.
+    loaded = await outside.store_runner.submit(store.load)
     if loaded is None:
         await _check_not_lost(membership, settings.run_id)
     layout = layout_from(store.read_run(), settings) if loaded is not None else None
     if claim is None:
         term = 1 + store.highest_term()
         claim = Claim(run_id=settings.run_id, term=term, leader_id=secrets.token_hex(8))
-    term = claim.term
     restored = None
     if loaded is not None:
-        restored = restored_from(loaded[0], await _quorum(membership, settings))
+        restored = restored_from(loaded[0], await _read_back(membership), settings.quorum)
     core = SynchronizerCore(
         settings,
-        term=term,
+        term=claim.term,
         num_fragments=layout.num_fragments if layout is not None else 0,
         restored=restored,
         now=outside.clock(),
     )
-    committer = Committer(
-        store=store,
+    parts = Parts(
+        settings=settings,
+        core=core,
+        membership=membership,
+        committer=_new_committer(settings, outside, claim.term),
+        tensors_runner=outside.tensors_runner,
+        clock=outside.clock,
+        journal=Journal(outside.journal_path),
+        max_staged_bytes=max_staged_bytes,
+        claim=claim,
+        replicas=replicas,
+    )
+    engine = Engine(parts, layout)
+    parts.committer.make_record = _record_maker(engine)
+    await outside.store_runner.submit(lambda: _begin_term(engine, store, loaded, restored))
+    _start(engine, store, loaded)
+    if loaded is not None:
+        await engine.rounds.mark_seeded()  # it may have been away when the run was seeded
+    return Assembled(engine=engine, joins=JoinDesk(engine, store))
+
+
+def _new_committer(settings: RunSettings, outside: Outside, term: int) -> Committer:
+    return Committer(
+        store=outside.store,
         tensors_runner=outside.tensors_runner,
         store_runner=outside.store_runner,
         updates=UpdateBook(settings.retained_updates),
         term=term,
         make_record=lambda *_: _never(),
     )
-    parts = Parts(
-        settings=settings,
-        core=core,
-        membership=membership,
-        committer=committer,
-        tensors_runner=outside.tensors_runner,
-        clock=outside.clock,
-        journal=Journal(outside.journal_path),
-        max_staged_bytes=max_staged_bytes,
-        claim=claim,
-    )
-    engine = Engine(parts, layout)
-    committer.make_record = _record_maker(engine)
-    _begin_term(engine, store, loaded, restored)
-    if loaded is not None:
-        await engine.rounds.mark_seeded()  # it may have been away when the run was seeded
-    return Assembled(engine=engine, joins=JoinDesk(engine, store))
 
 
 def _never() -> RoundRecord:
@@ -164,19 +172,38 @@ def _begin_term(
         journal.write("start", term=term, global_step=0, restored=False)
         logger.info("a new run, term %d", term)
         return
-    record, tensors = loaded
+    record = loaded[0]
     assert engine.layout is not None, "a record belongs to a layout"
     if record.layout_fingerprint != engine.layout.fingerprint:
         raise DilocoError(
             Reason.STORE_CORRUPT, "the newest record belongs to another layout; restore a backup"
         )
-    taken_over = dataclasses.replace(record, term=term, fragment=None, contributions=(), dropped=())
-    store.begin_term(term, taken_over)
-    committer = engine.parts.committer
-    committer.begin(TensorBook(engine.layout, engine.parts.settings, term))
-    committer.start(record.versions, [tensors[i] for i in sorted(tensors)])
+    store.begin_term(term, _taken_over(record, term))
     journal.write("start", term=term, global_step=record.global_step, restored=True)
     logger.info("goes on at global step %d, term %d", record.global_step, term)
+
+
+def _start(
+    engine: Engine,
+    store: RoundStore,
+    loaded: tuple[RoundRecord, dict[int, FragmentState]] | None,
+) -> None:
+    """Fills tensors, updates and standbys with what was loaded."""
+    parts = engine.parts
+    if loaded is None or engine.layout is None:
+        return
+    record, tensors = loaded
+    states = [tensors[i] for i in sorted(tensors)]
+    parts.committer.begin(TensorBook(engine.layout, parts.settings, parts.claim.term))
+    parts.committer.start(record.versions, states)
+    if parts.replicas is not None:
+        taken_over = _taken_over(record, parts.claim.term)
+        parts.replicas.start(store.read_run(), taken_over, states)
+
+
+def _taken_over(record: RoundRecord, term: int) -> RoundRecord:
+    """The record with which a term begins: the newest one, which it takes over."""
+    return dataclasses.replace(record, term=term, fragment=None, contributions=(), dropped=())
 
 
 async def _check_not_lost(membership: Membership, run_id: str) -> None:
@@ -195,11 +222,10 @@ async def _check_not_lost(membership: Membership, run_id: str) -> None:
         )
 
 
-async def _quorum(membership: Membership, settings: RunSettings) -> int:
-    """K as an operator last set it, else the run's setting."""
+async def _read_back(membership: Membership) -> Roll | None:
+    """What the membership knows of the run; None where it does not answer."""
     try:
-        chosen = await membership.get_quorum()
+        return await membership.read_back()
     except DilocoError as error:
-        logger.warning("quorum %d from the settings: %s", settings.quorum, error)
-        chosen = None
-    return chosen if chosen is not None else settings.quorum
+        logger.warning("members and quorum from the last round record: %s", error)
+        return None

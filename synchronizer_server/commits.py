@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -18,6 +19,8 @@ from synchronizer_server.runner import Runner
 from synchronizer_server.store.base import RoundStore
 from synchronizer_server.tensors import Merged, TensorBook
 from synchronizer_server.updates import UpdateBook
+
+logger = logging.getLogger(__name__)
 
 RecordMaker = Callable[[int, tuple[Version, ...], RoundSummary | None], RoundRecord]
 """(global step, version vector after it, round) -> its record."""
@@ -102,6 +105,16 @@ class Committer:
         tensors = {summary.fragment: merged.state}
         await self.store_runner.submit(lambda: self.store.commit(record, tensors))
         return Persisted(record=record, fragments=tensors)
+
+    async def flush(self) -> None:
+        """Forces the newest record out where no other process has it.
+
+        A disk that fails here has kept the record where a crash of the process cannot reach it.
+        """
+        try:
+            await self.store_runner.submit(self.store.flush)
+        except DilocoError as error:
+            logger.warning("the newest rounds would not survive a power cut: %s", error)
 
     def publish(self, summary: RoundSummary) -> None:
         """Puts a persisted round before every watcher."""

@@ -25,6 +25,8 @@ class PublishGate:
         keeper: told which stores are in sync.
         clock: monotonic seconds.
         tell: tells a standby whether it is in sync.
+
+    Attributes:
         on_hold: told why the waiting round is held back (reason and detail; empty: no longer).
     """
 
@@ -36,7 +38,6 @@ class PublishGate:
         keeper: LeaseKeeper,
         clock: Callable[[], float],
         tell: Callable[[str, bool], None],
-        on_hold: Callable[[str, str], None],
     ) -> None:
         self.core = core
         self._leadership = leadership
@@ -44,7 +45,7 @@ class PublishGate:
         self._keeper = keeper
         self._clock = clock
         self._tell = tell
-        self._on_hold = on_hold
+        self.on_hold: Callable[[str, str], None] = lambda *_: None
         self._changed = asyncio.Event()
         self._released: asyncio.Future[replication.Release] | None = None
         self._writes: set[asyncio.Task[None]] = set()
@@ -125,7 +126,7 @@ class PublishGate:
                     word = "in sync" if effect.in_sync else "not in sync"
                     logger.info("standby %s is %s", effect.standby_id, word)
                 case replication.Hold():
-                    self._on_hold(effect.reason, effect.detail)
+                    self.on_hold(effect.reason, effect.detail)
                 case replication.Release():
                     if self._released is not None and not self._released.done():
                         self._released.set_result(effect)

@@ -7,6 +7,7 @@ import logging
 from collections import OrderedDict
 from typing import Final
 
+from decoupled_diloco.claims import Claim, claim_from
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.layout import Layout, Strategy, build_layout, first_difference
 from decoupled_diloco.settings import PROTOCOL_VERSION
@@ -55,6 +56,7 @@ class JoinDesk:
         """
         learner_id = check_id(request.learner_id, "learner_id")
         check_id(request.request_id, "request_id")
+        self._check_claim(claim_from(request.claim))
         if len(request.labels) > _MAX_LABELS:
             raise malformed(f"{len(request.labels)} labels, at most {_MAX_LABELS}")
         self._check_run(request)
@@ -100,6 +102,20 @@ class JoinDesk:
         if self._engine.core.state.draining:
             raise DilocoError(Reason.DRAINING, "the synchronizer stops; try again later")
 
+    def _check_claim(self, claim: Claim) -> None:
+        """Obeys a higher claim that a learner relays, if a synchronizer of this run signed it."""
+        parts = self._engine.parts
+        if parts.heard is None or claim.term <= parts.claim.term:
+            return
+        if parts.heard(claim):
+            raise DilocoError(
+                Reason.NOT_LEADING,
+                f"{claim.leader_id[:40]} leads in term {claim.term}; ask the other addresses",
+                term=claim.term,
+                leader_id=claim.leader_id,
+                addresses=",".join(parts.addresses[1:]),
+            )
+
     async def _check_layout(self, request: pb.JoinRequest) -> None:
         engine = self._engine
         settings = engine.parts.settings
@@ -142,6 +158,8 @@ class JoinDesk:
         description: RunDescription = {"layout": layout_description(layout)}
         store_runner = engine.parts.committer.store_runner
         await store_runner.submit(lambda: self._store.open_run(description))
+        if engine.parts.replicas is not None:
+            engine.parts.replicas.leader.describe(description)
         engine.layout = layout
         tensors = TensorBook(layout, engine.parts.settings, engine.core.state.term)
         engine.parts.committer.begin(tensors)
@@ -181,6 +199,7 @@ class JoinDesk:
             seed=state.seeder == (learner_id, incarnation),
             shard=learner.shard,
             local_step=learner.local_step,
+            addresses=engine.parts.addresses,
             clock=engine.clock_message(),
         )
 

@@ -59,6 +59,7 @@ class Leadership:
 
     Attributes:
         in_sync: stores that a keeper that was emptied is told about; set by who replicates.
+        before_bid: called before every bid; afterwards nothing may be acknowledged to a leader.
         on_lease: called with every answer while leading; None where the keeper gave none.
         num_bad_claims: claims that were not signed by a holder of the key.
     """
@@ -84,6 +85,7 @@ class Leadership:
         )
         self.in_sync: Callable[[], Collection[str]] = lambda: ()
         self.on_lease: Callable[[LeaseView | None], None] = lambda _: None
+        self.before_bid: Callable[[], Awaitable[None]] = _nothing
         self.num_bad_claims = 0
         self.highest_claim: Claim | None = None
         self._addresses: dict[str, str] = {}
@@ -112,6 +114,14 @@ class Leadership:
         """Waits until this process has that role."""
         while self.core.role is not role:
             await self._changed.wait()
+
+    def lease_seconds(self) -> float:
+        """How long the lease is ours still, seconds."""
+        return max(self.core.held_until - self._clock(), 0.0) if self.holds() else 0.0
+
+    async def changed(self) -> None:
+        """Waits until anything about leadership was heard or decided."""
+        await self._changed.wait()
 
     def holds(self) -> bool:
         """Whether the lease is ours for sure."""
@@ -200,8 +210,9 @@ class Leadership:
             in_sync={self._bidder.store_id, *self.in_sync()},
         )
 
-    def _acquire(self, term: int) -> Awaitable[LeaseView]:
-        return self._keeper.acquire(
+    async def _acquire(self, term: int) -> LeaseView:
+        await self.before_bid()
+        return await self._keeper.acquire(
             self._bidder.claim(term),
             address=self._bidder.address,
             timeout_s=self._bidder.timeout_s,
@@ -241,3 +252,7 @@ class Leadership:
     async def _peers(self) -> None:
         self._do(self.core.peers(await self._ask_peers(), self._clock()))
         self._wake()
+
+
+async def _nothing() -> None:
+    """Nobody has to be told."""

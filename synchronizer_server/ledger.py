@@ -10,6 +10,7 @@ from decoupled_diloco.versions import Version
 from synchronizer_server.core.effects import RoundSummary
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.core.state import CoreState, Restored
+from synchronizer_server.membership.base import Roll
 
 
 @dataclass(slots=True)
@@ -120,7 +121,7 @@ def make_record(
         incarnations={x.learner_id: x.incarnation for x in learners},
         shards={x.learner_id: x.shard for x in learners},
         local_steps={x.learner_id: x.local_step for x in learners},
-        quorum=state.quorum,
+        quorum=state.quorum if state.quorum != state.settings.quorum else 0,
         leases=(),
         num_tokens_merged=sum(merged.values()),
         tokens_merged_by_learner=merged,
@@ -128,19 +129,30 @@ def make_record(
     )
 
 
-def restored_from(record: RoundRecord, quorum: int) -> Restored:
-    """What the core needs of a record to go on.
+def restored_from(record: RoundRecord, roll: Roll | None, quorum: int) -> Restored:
+    """What the core needs to go on.
+
+    The membership knows what came after the record: incarnations granted, K set. Where it has
+    nothing, the record counts (design section 6).
 
     Args:
         record: the newest complete one.
-        quorum: K in force: an operator's, else the run's setting.
+        roll: what the membership knows; None where it did not answer.
+        quorum: K of the settings, where no operator has set another one.
     """
+    members = {} if roll is None else {m.learner_id: m for m in roll.members}
+    incarnations = dict(record.incarnations)
+    for learner_id, member in members.items():
+        if learner_id in incarnations:  # a learner without a shard joins as a new one
+            incarnations[learner_id] = max(incarnations[learner_id], member.incarnation)
+    chosen = None if roll is None else roll.quorum
     return Restored(
         global_step=record.global_step,
         versions=record.versions,
-        incarnations=record.incarnations,
+        incarnations=incarnations,
         shards=record.shards,
         local_steps=record.local_steps,
         tokens_merged=record.tokens_merged_by_learner,
-        quorum=quorum,
+        quorum=chosen or record.quorum or quorum,
+        ages_s=None if not members else {x: m.age_s for x, m in members.items()},
     )

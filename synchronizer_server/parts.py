@@ -29,7 +29,9 @@ class Parts:
         journal: events worth a figure later.
         max_staged_bytes: bound on pushes under way.
         claim: our claim of leadership, for this term.
-        replicas: standbys, and who decides what may be published; None without any.
+        replicas: standbys, and who decides what may be published; None where nobody else can lead.
+        heard: takes a claim of leadership; returns whether it is signed. None as above.
+        addresses: of all synchronizers, ours first; empty as above.
     """
 
     settings: RunSettings
@@ -42,3 +44,5 @@ class Parts:
     max_staged_bytes: int
     claim: Claim
     replicas: Replicas | None = None
+    heard: Callable[[Claim], bool] | None = None
+    addresses: tuple[str, ...] = ()

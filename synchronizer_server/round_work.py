@@ -51,8 +51,11 @@ class RoundWork:
 
     async def _replicate(self, persisted: Persisted) -> None:
         """Waits until what is persisted may be published."""
-        if self._parts.replicas is not None:
-            await self._parts.replicas.publishable(persisted.record, persisted.fragments)
+        if self._parts.replicas is None:
+            return
+        acked = await self._parts.replicas.publishable(persisted.record, persisted.fragments)
+        if not acked:
+            await self._parts.committer.flush()
 
     def _persist_failed(self, global_step: int, error: DilocoError) -> ev.PersistFailed:
         subject = f"round {global_step}" if global_step else "the seed"

@@ -1,42 +1,60 @@
-"""A synchronizer process: wiring, heartbeats to the membership, health, drain."""
+"""A synchronizer process: wiring, health, signals; what it does is decided by its node."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import secrets
 import signal
 import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
 
 import grpc
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from decoupled_diloco.channel import add_port, require_secure, server_options, tune_allocator
-from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, DilocoError
-from decoupled_diloco.logs import ChangeLogger
+from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, Reason, UsageError
 from decoupled_diloco.settings import RunSettings
-from decoupled_diloco.v1 import admin_pb2_grpc, synchronizer_pb2_grpc
-from synchronizer_server.assembly import Assembled, Outside, assemble
-from synchronizer_server.core import events as ev
-from synchronizer_server.membership.base import Membership
-from synchronizer_server.membership.memory import MemoryMembership
-from synchronizer_server.membership.redis import RedisMembership
-from synchronizer_server.membership.redis_client import RedisClient
+from decoupled_diloco.v1 import admin_pb2_grpc, replication_pb2_grpc, synchronizer_pb2_grpc
+from synchronizer_server.assembly import Outside
+from synchronizer_server.core.lease import Peer
+from synchronizer_server.election import Election
+from synchronizer_server.leadership import Bidder, Leadership
+from synchronizer_server.membership import (
+    LeaseKeeper,
+    Membership,
+    MemoryMembership,
+    RedisClient,
+    RedisLease,
+    RedisMembership,
+)
+from synchronizer_server.node import Node
+from synchronizer_server.peers import ask_peers
 from synchronizer_server.runner import ThreadRunner
-from synchronizer_server.service.admin import AdminService
-from synchronizer_server.service.synchronizer import SynchronizerService
+from synchronizer_server.service.replicate import ReplicationService
+from synchronizer_server.service.switchboard import (
+    Switchboard,
+    SwitchedAdmin,
+    SwitchedSynchronizer,
+)
 from synchronizer_server.settings import ServerSettings
 from synchronizer_server.store.disk import DiskStore
+from synchronizer_server.store.identity import StoreIdentity
 
 logger = logging.getLogger(__name__)
 
-SERVICES = (
+SERVICES: Final = (
     "decoupled_diloco.v1.SynchronizerService",
     "decoupled_diloco.v1.AdminService",
+    "decoupled_diloco.v1.ReplicationService",
     "",
 )
-STOP_GRACE_S = 1.0
+STOP_GRACE_S: Final = 1.0
+_MIN_KEY_BYTES: Final = 16
 
 
 class Server:
@@ -52,6 +70,7 @@ class Server:
         self._settings = settings
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
+        self._replication_runner = ThreadRunner("replication")
 
     async def serve(self) -> int:
         """Serves until SIGTERM or SIGINT; returns the exit code.
@@ -63,7 +82,7 @@ class Server:
         require_secure(settings.address, insecure=settings.insecure)
         tune_allocator()
         torch.set_num_threads(settings.threads)
-        membership = self._membership()
+        membership, keeper = self._keepers()
         store = DiskStore(settings.store, self._run.run_id, durability=settings.durability)  # type: ignore[arg-type]
         outside = Outside(
             store=store,
@@ -74,48 +93,94 @@ class Server:
             journal_path=settings.journal,
         )
         try:
-            assembled = await assemble(
-                self._run, outside, max_staged_bytes=settings.max_staged_mb << 20
-            )
-            return await self._run_until_stopped(assembled, membership)
+            election = None if keeper is None else self._election(keeper)
+            return await self._serve(outside, election)
         finally:
             outside.tensors_runner.close()
             outside.store_runner.close()
+            self._replication_runner.close()
             store.close()
             await membership.aclose()
 
-    def _membership(self) -> Membership:
-        if self._settings.redis is None:
-            return MemoryMembership()
-        return RedisMembership(RedisClient(self._settings.redis, self._run.run_id))
+    def _keepers(self) -> tuple[Membership, LeaseKeeper | None]:
+        """Membership and lease; nobody else can lead where no peer is configured."""
+        settings = self._settings
+        if settings.redis is None:
+            if settings.peers:
+                raise UsageError(
+                    Reason.CONFIG_CONFLICT,
+                    "peers are given but no redis: who leads is decided there; give --redis",
+                )
+            return MemoryMembership(), None
+        timeout_s = min(2.0, self._run.lease_timeout_s / 2)
+        client = RedisClient(settings.redis, self._run.run_id, timeout_s=timeout_s)
+        return RedisMembership(client), RedisLease(client) if settings.peers else None
 
-    async def _run_until_stopped(self, assembled: Assembled, membership: Membership) -> int:
-        engine = assembled.engine
-        servers = self._servers(assembled)
-        for server in servers:
-            await server.start()
+    def _election(self, keeper: LeaseKeeper) -> Election:
+        settings = self._settings
+        peers = settings.peer_addresses
+        identity = StoreIdentity(settings.store)
+        bidder = Bidder(
+            run_id=self._run.run_id,
+            leader_id=secrets.token_hex(8),
+            store_id=identity.store_id,
+            address=settings.advertise or settings.address,
+            key=read_key(settings.key_file),
+            timeout_s=self._run.lease_timeout_s,
+            num_peers=len(peers),
+        )
+
+        async def ask() -> Collection[Peer]:
+            return await ask_peers(peers, leadership.heard, insecure=settings.insecure)
+
+        leadership = Leadership(bidder, keeper=keeper, ask_peers=ask, clock=time.monotonic)
+        return Election(
+            leadership=leadership,
+            keeper=keeper,
+            identity=identity,
+            address=bidder.address,
+            peers=peers,
+            runner=self._replication_runner,
+        )
+
+    async def _serve(self, outside: Outside, election: Election | None) -> int:
+        board = Switchboard()
+        node = Node(self._run, self._settings, outside, board, election)
+        servers = self._servers(board)
+
+        async def serve() -> None:
+            for server in servers:
+                await server.start()
+            await self._set_health(serving=True)
+
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
-        engine.spawn(engine.run_timer())
-        engine.spawn(self._heartbeat(assembled, membership))
-        await self._set_health(serving=True)
-        engine.handle(ev.Tick())
-        waiting = [asyncio.ensure_future(e.wait()) for e in (self._stopping, engine.fatal)]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()
-        code = await self._drain(assembled, servers)
-        if engine.failure is not None:
-            raise engine.failure
-        return code
+        ending = asyncio.ensure_future(self._ending())
+        try:
+            await node.run(self._stopping, serve)
+        finally:
+            ending.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await ending
+            for server in servers:
+                await server.stop(STOP_GRACE_S)
+        return EXIT_OK if node.finished else EXIT_DRAINED
 
-    def _servers(self, assembled: Assembled) -> list[grpc.aio.Server]:
+    async def _ending(self) -> None:
+        """Whoever asks for health hears of the end before the rounds in flight are finished."""
+        await self._stopping.wait()
+        await self._set_health(serving=False)
+
+    def _servers(self, board: Switchboard) -> list[grpc.aio.Server]:
         server = grpc.aio.server(options=server_options())
-        synchronizer = SynchronizerService(assembled.engine, assembled.joins)
-        admin = AdminService(assembled.engine, assembled.joins)
-        synchronizer_pb2_grpc.add_SynchronizerServiceServicer_to_server(synchronizer, server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+        synchronizer_pb2_grpc.add_SynchronizerServiceServicer_to_server(
+            SwitchedSynchronizer(board), server
+        )
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(SwitchedAdmin(board), server)
+        replication_pb2_grpc.add_ReplicationServiceServicer_to_server(
+            ReplicationService(lambda: board.replication, board.no_replication), server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         port = add_port(server, self._settings.address, insecure=self._settings.insecure)
         logger.info("serves run %s on port %d", self._run.run_id, port)
@@ -132,39 +197,28 @@ class Server:
         for name in SERVICES:
             await self._health.set(name, status)
 
-    async def _heartbeat(self, assembled: Assembled, membership: Membership) -> None:
-        """Heartbeats for the learners that are live, in one batch; nothing waits for it.
 
-        The mark of a seeded run goes along, so that a keeper that was emptied knows it again.
-        """
-        changes = ChangeLogger(logger)
-        engine = assembled.engine
-        while True:
-            await asyncio.sleep(self._run.heartbeat_interval_s)
-            try:
-                state = engine.core.state
-                await membership.heartbeat(engine.live_incarnations(), state.term)
-                if state.seeded:
-                    await membership.mark_seeded(state.term)
-            except DilocoError as error:
-                changes.log("membership", str(error.reason), error.message, level=logging.WARNING)
-            else:
-                if changes.reason("membership") is not None:
-                    changes.log("membership", "reachable")
+def read_key(path: Path | None) -> bytes:
+    """The secret that signs claims of leadership.
 
-    async def _drain(self, assembled: Assembled, servers: list[grpc.aio.Server]) -> int:
-        """Finishes the rounds in flight, then stops; learners train on meanwhile."""
-        engine = assembled.engine
-        await self._set_health(serving=False)
-        finished = engine.complete.is_set()
-        if engine.failure is None:
-            engine.handle(ev.DrainStarted())
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(engine.complete.wait(), self._settings.drain_s)
-        engine.parts.journal.write("stop", global_step=engine.core.state.committed)
-        await engine.close()
-        for server in servers:
-            await server.stop(STOP_GRACE_S)
-        engine.parts.journal.close()
-        logger.info("stopped at global step %d", engine.core.state.committed)
-        return EXIT_OK if finished else EXIT_DRAINED
+    Raises:
+        UsageError: CONFIG_CONFLICT where there is none, CONFIG_INVALID for one too short.
+    """
+    if path is None:
+        raise UsageError(
+            Reason.CONFIG_CONFLICT,
+            "peers are given but no key_file: claims of leadership must be signed; give every "
+            "synchronizer of the run the same file with a secret, such as `openssl rand -hex 32`",
+        )
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise UsageError(
+            Reason.CONFIG_INVALID, f"key_file {path} cannot be read: {error.strerror}"
+        ) from error
+    if len(key) < _MIN_KEY_BYTES:
+        raise UsageError(
+            Reason.CONFIG_INVALID,
+            f"key_file {path} holds {len(key)} bytes; give a secret of {_MIN_KEY_BYTES} at least",
+        )
+    return key

@@ -43,8 +43,15 @@ class ServerSettings:
     insecure: bool = setting(False, "plaintext beyond loopback, said aloud")
     log_format: str = setting("text", "text or json")
 
+    @property
+    def peer_addresses(self) -> tuple[str, ...]:
+        """Addresses of the other synchronizers."""
+        return tuple(x.strip() for x in self.peers.split(",") if x.strip())
+
     def __post_init__(self) -> None:
         parse_address(self.address)
+        for address in (*self.peer_addresses, *([self.advertise] if self.advertise else [])):
+            parse_address(address)
         if self.health_address is not None:
             parse_address(self.health_address)
         for name, allowed in (

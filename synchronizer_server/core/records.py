@@ -93,7 +93,7 @@ class RoundRecord:
         incarnations: latest incarnation by learner id.
         shards: data shard by learner id.
         local_steps: highest local step heard of each learner id: where its data goes on.
-        quorum: K in force.
+        quorum: K as an operator set it; 0 where it is that of the settings.
         leases: ranges of data on lease.
         num_tokens_merged: tokens merged since the seed, of all learners and fragments' rounds.
         tokens_merged_by_learner: the same by learner id.

@@ -25,6 +25,7 @@ _RATE_SMOOTHING: Final = 0.2
 class LearnerState(StrEnum):
     """Where a learner stands."""
 
+    EXPECTED = "expected"
     JOINED = "joined"
     LIVE = "live"
     DISCONNECTED = "disconnected"
@@ -106,6 +107,7 @@ class Roster:
     def __init__(self) -> None:
         self._learners: dict[str, Learner] = {}
         self._live: list[Learner] | None = None
+        self._has_expected = False
 
     def __iter__(self) -> Iterator[Learner]:
         return iter(self._learners.values())
@@ -153,14 +155,19 @@ class Roster:
         self._live = None
 
     def restore(self, learner_id: str, *, incarnation: Incarnation, shard: int, local_step: int,
-                num_tokens_merged: int, now: float) -> None:  # fmt: skip
-        """Puts a learner back that a record knows; it is disconnected until it joins again."""
+                num_tokens_merged: int, heard_at: float, expected: bool) -> None:  # fmt: skip
+        """Puts a learner back that a record knows.
+
+        Expected, where the membership heard it not long ago, else disconnected, until it joins
+        again.
+        """
+        self._has_expected = self._has_expected or expected
         self._learners[learner_id] = Learner(
             learner_id=learner_id,
             incarnation=incarnation,
             shard=shard,
-            heard_at=now,
-            state=LearnerState.DISCONNECTED,
+            heard_at=heard_at,
+            state=LearnerState.EXPECTED if expected else LearnerState.DISCONNECTED,
             local_step=local_step,
             asked_step=local_step,
             num_tokens_merged=num_tokens_merged,
@@ -226,14 +233,19 @@ class Roster:
         learner.loss = event.loss if event.loss is not None else learner.loss
         return True
 
+    def expected(self) -> list[Learner]:
+        """Learners that the membership heard under the leader before, and that are not back yet."""
+        return [x for x in self if x.state is LearnerState.EXPECTED] if self._has_expected else []
+
     def silent(self, now: float, timeout_s: float) -> list[Learner]:
-        """Live learners that were not heard for ``timeout_s`` or longer."""
-        return [x for x in self.live() if now >= x.heard_at + timeout_s]
+        """Live and expected learners that were not heard for ``timeout_s`` or longer."""
+        here = [*self.live(), *self.expected()]
+        return [x for x in here if now >= x.heard_at + timeout_s]
 
     def silent_at(self, timeout_s: float) -> float | None:
-        """When the next live learner counts as silent, seconds; None where none is live."""
-        live = self.live()
-        return min([x.heard_at for x in live]) + timeout_s if live else None
+        """When the next one counts as silent, seconds; None where nobody is there."""
+        here = [*self.live(), *self.expected()]
+        return min([x.heard_at for x in here]) + timeout_s if here else None
 
     def median_step_s(self) -> float | None:
         """Median over live learners of their own recent step time, seconds; None before any.

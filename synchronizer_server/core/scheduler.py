@@ -170,10 +170,15 @@ class Scheduler:
         return True
 
     def missing_at_start(self, round_: Round) -> int:
-        """How many planned learners the very first round still waits for; 0 in all others."""
+        """How many learners the very first round still waits for; 0 in all others.
+
+        Those that were alive under the leader before, where that is known, else the planned ones.
+        """
         state = self.state
         if not round_.startup or round_.global_step != state.first_step:
             return 0
+        if state.knows_members:
+            return len(state.roster.expected())
         here = sum(x.live or x.state is LearnerState.LEFT for x in state.roster)
         return max(state.settings.num_learners - here, 0)
 

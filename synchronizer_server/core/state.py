@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,8 @@ class Restored:
         local_steps: highest local step known by learner id.
         tokens_merged: tokens of accepted contributions by learner id.
         quorum: K in force.
+        ages_s: seconds since the membership last heard each learner that it counts as a member;
+            None where it did not answer.
     """
 
     global_step: int
@@ -35,6 +38,7 @@ class Restored:
     local_steps: Mapping[str, int]
     tokens_merged: Mapping[str, int]
     quorum: int
+    ages_s: Mapping[str, float] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +68,7 @@ class CoreState:
         complete: the last round is published, or the drain is done.
         first_step: t of the first round that this synchronizer opens.
         started: True once that round has opened.
+        knows_members: True where the membership said who was alive before the first re-join.
         effects: what the event under way leads to, in order.
     """
 
@@ -89,6 +94,7 @@ class CoreState:
     complete: bool = False
     first_step: int = 1
     started: bool = False
+    knows_members: bool = False
     effects: list[Effect] = field(default_factory=list)
 
     @property
@@ -141,6 +147,8 @@ def new_state(
         state.last_opened = state.committed = restored.global_step
         state.first_step = restored.global_step + 1
         state.lineage.start(restored.versions)
+        state.knows_members = restored.ages_s is not None
+        ages_s = restored.ages_s or {}
         for learner_id, incarnation in sorted(restored.incarnations.items()):
             state.roster.restore(
                 learner_id,
@@ -148,6 +156,7 @@ def new_state(
                 shard=restored.shards[learner_id],
                 local_step=restored.local_steps.get(learner_id, 0),
                 num_tokens_merged=restored.tokens_merged.get(learner_id, 0),
-                now=now,
+                heard_at=now - ages_s.get(learner_id, 0.0),
+                expected=ages_s.get(learner_id, math.inf) < settings.heartbeat_timeout_s,
             )
     return state

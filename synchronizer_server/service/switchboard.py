@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from decoupled_diloco.errors import DilocoError
+from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import admin_pb2, admin_pb2_grpc, synchronizer_pb2_grpc
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
+from synchronizer_server.replication.leader import ReplicationLeader
 from synchronizer_server.service.admin import AdminService
 from synchronizer_server.service.synchronizer import Context, SynchronizerService, refuse
 
@@ -19,22 +20,39 @@ class Switchboard:
     Attributes:
         synchronizer: the leader's service; None while this process does not lead.
         admin: its admin service.
+        replication: who serves standbys; None where no standby is expected.
         not_leading: makes the error for those who ask meanwhile.
         follower_status: status of a process that does not lead.
     """
 
-    not_leading: Callable[[], DilocoError]
-    follower_status: Callable[[], admin_pb2.GetStatusResponse]
+    not_leading: Callable[[], DilocoError] = lambda: DilocoError(
+        Reason.STARTING, "the synchronizer starts; try again"
+    )
+    follower_status: Callable[[], admin_pb2.GetStatusResponse] = admin_pb2.GetStatusResponse
     synchronizer: SynchronizerService | None = None
     admin: AdminService | None = None
+    replication: ReplicationLeader | None = None
 
-    def lead(self, synchronizer: SynchronizerService, admin: AdminService) -> None:
+    def lead(
+        self,
+        synchronizer: SynchronizerService,
+        admin: AdminService,
+        replication: ReplicationLeader | None,
+    ) -> None:
         """From now on the leader's services answer."""
-        self.synchronizer, self.admin = synchronizer, admin
+        self.synchronizer, self.admin, self.replication = synchronizer, admin, replication
+
+    def no_replication(self) -> DilocoError:
+        """For a standby that asks who has none."""
+        if self.synchronizer is None:
+            return self.not_leading()
+        return DilocoError(
+            Reason.UNIMPLEMENTED, "this synchronizer leads alone; start it with --peers and --redis"
+        )
 
     def follow(self) -> None:
         """From now on everybody is told who leads."""
-        self.synchronizer = self.admin = None
+        self.synchronizer = self.admin = self.replication = None
 
 
 class SwitchedSynchronizer(synchronizer_pb2_grpc.SynchronizerServiceServicer):

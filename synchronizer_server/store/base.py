@@ -98,6 +98,13 @@ class RoundStore(Protocol):
                 ``STORAGE_FAILED``. The record before then stays the newest.
         """
 
+    def flush(self) -> None:
+        """Forces out what durability ``standby`` has left to the kernel of the newest record.
+
+        Raises:
+            DilocoError: ``STORAGE_FAILED``.
+        """
+
     def close(self) -> None:
         """Releases the store. Calling it again does nothing."""
 

@@ -304,6 +304,12 @@ class DiskStore:
         write_atomic(path, data, sync=sync)
         return ref
 
+    def flush(self) -> None:
+        """See ``RoundStore.flush``."""
+        if self._durability == "standby" and self._kept:
+            newest = self._kept[-1]
+            self._force({self._record_path(newest.record), *self._fragment_paths(newest)})
+
     def _force(self, paths: set[Path]) -> None:
         """Forces out those of the files that were left to the kernel."""
         due = paths & self._unsynced

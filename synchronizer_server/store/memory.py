@@ -75,6 +75,9 @@ class MemoryStore:
         self._fragments.update({p: tensors.clone() for p, tensors in changed.items()})
         self._tip = record
 
+    def flush(self) -> None:
+        """See ``RoundStore.flush``."""
+
     def close(self) -> None:
         """See ``RoundStore.close``."""
         self._term = None

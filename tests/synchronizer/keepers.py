@@ -181,7 +181,7 @@ LEASE_CALLS: dict[str, Callable[[Process], Awaitable[object]]] = {
     "read": lambda p: p.lease.read(),
     "acquire": lambda p: take(p.lease, p.claim()),
     "renew": lambda p: prolong(p.lease, p.claim()),
-    "set_in_sync": lambda p: p.lease.set_in_sync(p.claim(), ["b"]),
+    "set_in_sync": lambda p: p.lease.set_in_sync(p.claim(), ["b"], revision=1),
     "release": lambda p: p.lease.release(p.claim()),
 }
 CALLS = MEMBERSHIP_CALLS | LEASE_CALLS

@@ -37,7 +37,7 @@ lives = st.builds(Incarnation, st.integers(1, 3), st.integers(1, 3))
 steps = st.one_of(
     st.tuples(st.just("acquire"), terms, names, names),
     st.tuples(st.just("renew"), terms, names, sets),
-    st.tuples(st.just("set_in_sync"), terms, names, sets),
+    st.tuples(st.just("set_in_sync"), terms, names, sets, st.integers(1, 3)),
     st.tuples(st.just("release"), terms, names),
     st.tuples(st.just("run_out")),
     st.tuples(st.just("empty")),
@@ -62,8 +62,9 @@ async def do(keeper: Keeper, lease: LeaseKeeper, members: Membership, step: tupl
             return await take(lease, claim_of(keeper, term, name), standby_id=standby_id)
         case ("renew", term, name, in_sync):
             return await prolong(lease, claim_of(keeper, term, name), in_sync=in_sync)
-        case ("set_in_sync", term, name, ids):
-            return await lease.set_in_sync(claim_of(keeper, term, name), ids)
+        case ("set_in_sync", term, name, ids, revision):
+            claim = claim_of(keeper, term, name)
+            return await lease.set_in_sync(claim, ids, revision=revision)
         case ("release", term, name):
             return await lease.release(claim_of(keeper, term, name))
         case ("run_out",):

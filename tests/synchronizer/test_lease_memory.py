@@ -39,7 +39,7 @@ async def test_who_is_cut_off_changes_nothing_and_others_go_on() -> None:
         cut.read,
         lambda: take(cut, claim_of(KEEPER, 1)),
         lambda: prolong(cut, claim_of(KEEPER, 1)),
-        lambda: cut.set_in_sync(claim_of(KEEPER, 1), ["b"]),
+        lambda: cut.set_in_sync(claim_of(KEEPER, 1), ["b"], revision=1),
         lambda: cut.release(claim_of(KEEPER, 1)),
     ):
         with pytest.raises(DilocoError) as caught:

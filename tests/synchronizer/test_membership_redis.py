@@ -56,7 +56,16 @@ async def test_two_synchronizers_of_one_run_see_the_same_and_other_runs_nothing(
         assert await other.membership.members() == []
         assert not await other.membership.is_seeded()
         assert (await other.lease.read()).in_sync is None
-    names = ("incarnations", "heartbeats", "quorum", "seeded", "lease", "term", "in_sync")
+    names = (
+        "incarnations",
+        "heartbeats",
+        "quorum",
+        "seeded",
+        "lease",
+        "term",
+        "in_sync",
+        "in_sync_revision",
+    )
     keys = {key.decode() for key in client.keys("*shared*")}
     assert keys == {f"diloco:{{shared}}:g0:{name}" for name in names}
     expiring = {key for key in keys if client.ttl(key) >= 0}

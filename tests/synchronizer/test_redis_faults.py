@@ -197,14 +197,14 @@ async def main():
     async with process_at({address!r}, "frozen") as process:
         claim = process.claim(1, "old")
         await take(process.lease, claim, timeout_s=1.0)
-        await process.lease.set_in_sync(claim, ["new"])
+        await process.lease.set_in_sync(claim, ["new"], revision=1)
         print("held", flush=True)
         while True:
             view = await prolong(process.lease, claim, timeout_s=1.0)
             if view.holder != claim:
                 break
         print("lost to", view.holder.leader_id, "term", view.term, flush=True)
-        print("in sync", await process.lease.set_in_sync(claim, ["old"]), flush=True)
+        print("in sync", await process.lease.set_in_sync(claim, ["old"], revision=1), flush=True)
 
 asyncio.run(main())
 """
@@ -244,4 +244,4 @@ async def test_a_holder_frozen_past_its_lease_cannot_renew_once_another_has_take
             rest = await asyncio.to_thread(holder.stdout.read)
             assert rest == "lost to new term 2\nin sync False\n"
             view = await process.lease.read()
-            assert (view.holder, view.term, view.in_sync) == (claim, 2, frozenset())
+            assert (view.holder, view.term, view.in_sync) == (claim, 2, {claim.leader_id})

@@ -12,8 +12,9 @@ import torch
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.wire import version_to
 from synchronizer_server.commits import Committer
+from synchronizer_server.core import events as ev
 from synchronizer_server.core.records import RoundRecord
-from synchronizer_server.membership.memory import MemoryMembership
+from synchronizer_server.membership import MemoryMembership, Roll
 from synchronizer_server.store import DiskStore, MemoryStore
 from tests.synchronizer.fake_learner import (
     DROPPED,
@@ -226,20 +227,23 @@ async def test_the_quorum_of_an_operator_outlives_a_restart() -> None:
         assert (await second.status()).quorum == 3
 
 
-async def test_a_quorum_that_cannot_be_asked_for_is_that_of_the_settings(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("operator_set", [False, True])
+async def test_a_quorum_that_cannot_be_asked_for_is_that_of_the_record_else_of_the_settings(
+    operator_set: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def away(self: MemoryMembership) -> int | None:
+    async def away(self: MemoryMembership) -> Roll:
         raise DilocoError(Reason.MEMBERSHIP_UNAVAILABLE, "redis does not answer")
 
     store = MemoryStore()
     first = await Fleet(store=store).start()
+    if operator_set:
+        first.engine.handle(ev.QuorumSet(quorum=3))
     await first.seeded("a")
     await first.stop()
-    monkeypatch.setattr(MemoryMembership, "get_quorum", away)
+    monkeypatch.setattr(MemoryMembership, "read_back", away)
     async with serving(store=store, settings=make_settings(quorum=2)) as second:
-        assert (await second.status()).quorum == 2
-    assert "quorum 2 from the settings" in caplog.text
+        assert (await second.status()).quorum == (3 if operator_set else 2)
+    assert "members and quorum from the last round record" in caplog.text
 
 
 @pytest.mark.parametrize("layout", [None, {}, {"tensors": [{}], "fingerprint": "x"}])
