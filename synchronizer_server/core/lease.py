@@ -222,15 +222,13 @@ class LeaseCore:
 
     def hear(self, holder: Holder) -> list[Effect]:
         """A signed claim was heard, from the keeper, a peer or a learner."""
+        if holder.leader_id == self._leader_id:
+            return []  # our own word, relayed
         if holder.term > self.highest.term or (
             holder.term == self.highest.term and holder.address and not self.highest.address
         ):
             self.highest = holder
-        if (
-            self.role is Role.LEADING
-            and holder.term > self.term
-            and holder.leader_id != self._leader_id
-        ):
+        if self.role is Role.LEADING and holder.term > self.term:
             return self._step_down(f"{holder.leader_id} leads in term {holder.term}")
         return []
 
