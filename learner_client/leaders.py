@@ -6,6 +6,7 @@ Learners and observers share it. What is decided stands in ``core.leadership``; 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -136,6 +137,8 @@ class LeaderSearch:
                 Reason.NOT_LEADING, f"a claim was no synchronizer's: {error.message}"
             )
         leadership.heard(told or 0)
+        if error.reason is Reason.NOT_LEADING:
+            leadership.declined()
         is_stale = (leadership.term if told is None else told) < leadership.highest
         if is_fatal(error) and is_stale:
             error = DilocoError(
@@ -144,7 +147,9 @@ class LeaderSearch:
                 f"{leadership.highest} was heard of",
             )
         if error.reason not in REJOIN or not leadership.is_obeyed:
-            self._lost, self._why = True, str(error)
+            # Why the last one was left, not why the next one is not found yet.
+            self._why = self._why if self._lost else str(error)
+            self._lost = True
         return error
 
     def _disown(self) -> None:
@@ -261,18 +266,16 @@ class LeaderSearch:
             return
         for item in asked:
             if item.answer.leads:
-                await self.relay(item.calls)
+                with contextlib.suppress(TimeoutError):
+                    async with self._runtime.limit(ASK_DEADLINE_S):
+                        await self.relay(item.calls)
 
     def _nobody(self, asked: Sequence[Asked]) -> DilocoError:
         """What to say, and whether to ask again."""
         errors = [item.error for item in asked if item.error is not None]
-        if len(errors) == len(asked):
-            if all(is_fatal(error) for error in errors) or len(errors) == 1:
-                return errors[0]
-            if all(error.reason is Reason.UNAVAILABLE for error in errors):
-                return DilocoError(
-                    Reason.UNAVAILABLE, f"no synchronizer answers: {_told(asked)}; asking again"
-                )
+        nobody_leads = len(errors) == len(asked)
+        if nobody_leads and (len(asked) == 1 or all(is_fatal(error) for error in errors)):
+            return errors[0]
         at_least = f" term {self.leadership.highest} or later" if self.leadership.highest else ""
         return DilocoError(
             Reason.NOT_LEADING, f"no synchronizer leads{at_least}: {_told(asked)}; asking again"

@@ -301,6 +301,9 @@ class Worker:
                 clock=link.clock(),
             )
         )
+        if grant.term != self._search.leadership.term:
+            # An earlier leader's grant: about to be refused, and a report would be lost with it.
+            await self._runtime.sleep(grant.settings.heartbeat_interval_s)
         while self._turn is turn:
             self._wake.clear()
             while self._declines:

@@ -69,6 +69,7 @@ class Leadership:
         self._term = 0
         self._highest = 0
         self._joined = 0
+        self._is_declined = False
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -110,13 +111,20 @@ class Leadership:
 
     def chosen(self, answer: Answer) -> None:
         """The synchronizer that gave this answer is followed from now on."""
+        if answer.address != self._current:
+            self._is_declined = False
         self._current, self._term = answer.address, answer.term
         self.heard(answer.term)
 
     def joined(self, term: int) -> None:
         """The current synchronizer let this process in, as the leader of that term."""
         self._term = self._joined = term
+        self._is_declined = False
         self.heard(term)
+
+    def declined(self) -> None:
+        """The current synchronizer said that it does not lead, whatever it claims when asked."""
+        self._is_declined = True
 
     def disowned(self) -> None:
         """The highest claim was forged: what counts is who let this process in."""
@@ -126,12 +134,14 @@ class Leadership:
         """Whom to follow after the current one was lost; None where nobody leads who may.
 
         The highest term counts; of several that claim the same, the current one, else the first.
+        One that has just declined comes last.
         """
+        own = -1 if self._is_declined else 1
         for answer in answers:
             self.heard(answer.term)
         return max(
             (a for a in answers if self.is_acceptable(a)),
-            key=lambda a: (a.term, a.address == self._current),
+            key=lambda a: (a.term, own if a.address == self._current else 0),
             default=None,
         )
 

@@ -53,6 +53,7 @@ class ScriptedSynchronizer(
     addresses: tuple[str, ...] = ()
     asked: int = 0
     cut_push_at: int | None = None
+    hold_pushes: bool = False
     answer_pushes_with: Reason | None = None
     published: dict[int, tuple[Version, torch.Tensor]] = field(default_factory=dict)
     joins: list[synchronizer_pb2.JoinRequest] = field(default_factory=list)
@@ -223,6 +224,8 @@ class ScriptedSynchronizer(
             if self.cut_push_at is not None and stager.num_bytes >= self.cut_push_at:
                 self.cut_push_at = None
                 await abort(context, DilocoError(Reason.UNAVAILABLE, "cut"))
+        if self.hold_pushes:
+            await asyncio.Event().wait()
         return self._answer(header, stager)
 
     def _answer(self, header, stager):
@@ -247,7 +250,8 @@ class ScriptedSynchronizer(
         self.published[fragment] = (Version(self.term, 0, sha(vector)), vector)
 
     async def Watch(self, request, context):
-        await self._check(context, "Watch", request.incarnation)
+        is_learner = request.HasField("incarnation")
+        await self._check(context, "Watch", request.incarnation if is_learner else None)
         if self.refuse_watch is not None:
             error, self.refuse_watch = self.refuse_watch, None
             await abort(context, error)

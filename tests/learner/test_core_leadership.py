@@ -51,6 +51,16 @@ def test_of_two_that_claim_the_same_term_the_current_one_stays_else_the_first_co
     assert joined_at(C, 1).choose([leads(A, 2), leads(B, 2), silent(C)]).address == A
 
 
+def test_one_that_declined_comes_after_another_that_claims_the_same_term():
+    leadership = joined_at(B, 2)
+    leadership.declined()
+    answers = [leads(A, 2), leads(B, 2)]
+    assert leadership.choose(answers).address == A
+    assert leadership.choose([silent(A), leads(B, 2)]).address == B, "though it is not ruled out"
+    leadership.joined(2)
+    assert leadership.choose(answers).address == B
+
+
 def test_nothing_new_is_no_reason_to_leave():
     leadership = joined_at(A, 2)
     assert leadership.stays([leads(A, 2), follows(B, 2), silent(C)])
@@ -122,7 +132,7 @@ def test_addresses_are_bounded_unique_and_those_of_the_settings_stay(batches, fo
         assert known[:2] == (A, B)
         assert len(known) == len(set(known)) <= 2 + MAX_LEARNT
         assert leadership.current in known, "who is followed is never forgotten"
-        assert set(f"h{n}:1" for n in batch[: MAX_LEARNT - 1]) <= set(known)
+        assert {f"h{n}:1" for n in batch[: MAX_LEARNT - 1]} <= set(known)
 
 
 def test_a_hostile_number_of_addresses_is_read_only_at_its_beginning():
