@@ -6,7 +6,7 @@ from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.layout import Layout, Strategy, build_layout
 from decoupled_diloco.settings import PROTOCOL_VERSION, RunSettings
 from decoupled_diloco.settings_proto import settings_from_proto
-from decoupled_diloco.v1 import synchronizer_pb2, types_pb2
+from decoupled_diloco.v1 import synchronizer_pb2
 from decoupled_diloco.versions import Version
 from decoupled_diloco.wire import (
     held_to,
@@ -18,7 +18,9 @@ from decoupled_diloco.wire import (
 from learner_client.checkpoint import SavedState
 from learner_client.core.learner_core import LearnerCore
 from learner_client.exchange import Grant
+from learner_client.leaders import LeaderSearch
 from learner_client.link import Link
+from learner_client.transport.base import Transport
 
 
 class Admission:
@@ -26,14 +28,25 @@ class Admission:
 
     Args:
         link: the way to the synchronizer.
+        search: knows the claims that were heard.
         saved: state to go on from.
     """
 
-    def __init__(self, link: Link, saved: SavedState | None) -> None:
+    def __init__(self, link: Link, search: LeaderSearch, saved: SavedState | None) -> None:
         self._link = link
+        self._search = search
         self._saved = saved
         self._request_id = f"{link.runtime.rng.getrandbits(128):032x}"
-        self._claim: types_pb2.LeadershipClaim | None = None
+
+    async def relay(self, calls: Transport, held: dict[int, Version]) -> None:
+        """Takes the highest claim to a synchronizer that knows of none so high; obeys nothing."""
+        try:
+            response = await calls.join(self._request(held))
+        except DilocoError as error:
+            if error.reason is Reason.BAD_CLAIM:
+                self._search.judged(error)
+        else:
+            self._search.heard(response.claim)
 
     async def join(self, held: dict[int, Version]) -> Grant:
         """Joins with the published copies that are held.
@@ -43,26 +56,13 @@ class Admission:
                 ``MALFORMED`` where the answer makes no sense.
         """
         link = self._link
-        before, layout = link.exchange.grant, link.exchange.layout
-        tensors = link.parameters.tensors
-        request = synchronizer_pb2.JoinRequest(
-            protocol_version=PROTOCOL_VERSION,
-            run_id=link.identity.run_id,
-            learner_id=link.identity.learner_id,
-            request_id=self._request_id,
-            layout_fingerprint="" if layout is None else layout.fingerprint,
-            tensors=tensors_to(tensors),
-            held=held_to(held),
-            clock=link.clock(),
-            previous_incarnation=(None if before is None else incarnation_to(before.incarnation)),
-            claim=self._claim,
-            labels=link.identity.labels,
-        )
-        response = await link.transport.join(request)
+        layout = link.exchange.layout
+        response = await link.transport.join(self._request(held))
         grant = _read_grant(response)
+        self._search.joined(response)
         if layout is None:
             layout = build_layout(
-                tensors,
+                link.parameters.tensors,
                 strategy=Strategy(grant.settings.strategy),
                 num_fragments=grant.settings.num_fragments,
                 overlap=grant.settings.overlap,
@@ -70,9 +70,25 @@ class Admission:
         self._check_fingerprint(layout, response.layout_fingerprint, grant.settings)
         if link.exchange.layout is None:
             self._begin(layout, grant.settings)
-        self._claim = response.claim
         link.exchange.granted(grant)
         return grant
+
+    def _request(self, held: dict[int, Version]) -> synchronizer_pb2.JoinRequest:
+        link = self._link
+        before, layout = link.exchange.grant, link.exchange.layout
+        return synchronizer_pb2.JoinRequest(
+            protocol_version=PROTOCOL_VERSION,
+            run_id=link.identity.run_id,
+            learner_id=link.identity.learner_id,
+            request_id=self._request_id,
+            layout_fingerprint="" if layout is None else layout.fingerprint,
+            tensors=tensors_to(link.parameters.tensors),
+            held=held_to(held),
+            clock=link.clock(),
+            previous_incarnation=(None if before is None else incarnation_to(before.incarnation)),
+            claim=self._search.claim,
+            labels=link.identity.labels,
+        )
 
     def _begin(self, layout: Layout, settings: RunSettings) -> None:
         saved = self._saved

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Final, Self
 
@@ -20,14 +20,15 @@ from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Incarnation
 from learner_client.checkpoint import SavedState, saved_state_from
 from learner_client.core.connection import Change, State
+from learner_client.core.leadership import Move
+from learner_client.dialling import search_for
 from learner_client.exchange import Exchange, Grant, Update
 from learner_client.link import Identity
 from learner_client.overhead import Overhead, OverheadMeter
 from learner_client.parameters import ModuleParameters, Parameters
 from learner_client.runtime import Runtime
-from learner_client.status import LearnerStatus
+from learner_client.status import LearnerStatus, status_of
 from learner_client.transport.base import Transport
-from learner_client.transport.grpc import GrpcTransport
 from learner_client.worker import Worker
 
 _LOG = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ class Learner:
 
     Args:
         model: the model, on its device already; or an implementation of ``Parameters``.
-        address: ``host:port`` of the synchronizer.
+        address: ``host:port`` of the synchronizer; of all that may lead the run where there are
+            several, as a sequence or separated by commas.
         learner_id: stable id; another process that joins under it fences this one.
         run_id: run to join; empty takes whichever is served.
         embedding_names: see ``ModuleParameters``.
@@ -61,7 +63,9 @@ class Learner:
         join_timeout_s: longest wait for the published parameters; None waits without end.
         insecure: True where plaintext to another machine was asked for.
         on_change: called with every change of state, in whichever thread it happens.
+        on_move: called with every move to another synchronizer, in the background.
         transport: opens another transport than gRPC; replaces ``address``.
+        connect: opens another transport than gRPC to one of the addresses.
         runtime: time, chance and threads, for scripted fleets.
 
     Raises:
@@ -73,22 +77,20 @@ class Learner:
         model: nn.Module | Parameters,
         *,
         learner_id: str,
-        address: str = "",
+        address: str | Sequence[str] = "",
         run_id: str = "",
         embedding_names: Collection[str] | None = None,
         labels: Mapping[str, str] | None = None,
         join_timeout_s: float | None = 300.0,
         insecure: bool = False,
         on_change: Callable[[Change], None] | None = None,
+        on_move: Callable[[Move], None] | None = None,
         transport: Callable[[], Transport] | None = None,
+        connect: Callable[[str], Transport] | None = None,
         runtime: Runtime | None = None,
     ) -> None:
         if not learner_id:
             raise UsageError(Reason.CONFIG_INVALID, "learner_id is empty; give a stable name")
-        if (transport is None) == (not address):
-            raise UsageError(
-                Reason.CONFIG_CONFLICT, "give the synchronizer's address, or a transport"
-            )
         self._parameters: Parameters = (
             ModuleParameters(model, embedding_names=embedding_names)
             if isinstance(model, nn.Module)
@@ -99,7 +101,16 @@ class Learner:
             run_id=run_id,
             labels={"pid": str(os.getpid()), "host": socket.gethostname(), **(labels or {})},
         )
-        self._open_transport = transport or (lambda: GrpcTransport(address, insecure=insecure))
+        self._search = search_for(
+            address,
+            name=learner_id,
+            run_id=run_id,
+            insecure=insecure,
+            transport=transport,
+            connect=connect,
+            runtime=runtime,
+            on_move=on_move,
+        )
         self._join_timeout_s = join_timeout_s
         self._runtime = runtime
         self._exchange = Exchange(learner_id, on_change=on_change)
@@ -208,22 +219,7 @@ class Learner:
     @property
     def status(self) -> LearnerStatus:
         """How the learner stands."""
-        connection, tally = self._exchange.connection, self._exchange.tally
-        joined = self._exchange.grant is not None
-        return LearnerStatus(
-            state=connection.state,
-            online=connection.online,
-            reason=connection.reason,
-            detail=connection.detail,
-            global_step=self.global_step if joined else 0,
-            local_step=self.local_step if joined else 0,
-            num_updates=tally.num_updates,
-            num_digest_mismatches=tally.num_digest_mismatches,
-            pushes=dict(tally.pushes),
-            declined=dict(tally.declined),
-            bytes_up=tally.bytes_up,
-            bytes_down=tally.bytes_down,
-        )
+        return status_of(self._exchange, self._search.leadership.current)
 
     # -- saving ----------------------------------------------------------------------------
 
@@ -358,7 +354,7 @@ class Learner:
             exchange=self._exchange,
             parameters=self._parameters,
             identity=self._identity,
-            transport=self._open_transport,
+            search=self._search,
             runtime=self._runtime,
             saved=self._saved,
         )

@@ -31,6 +31,7 @@ _RETRIED: Final = frozenset(
         Reason.OUT_OF_MEMORY_BUDGET,
     }
 )
+_LEAVES: Final = frozenset({Reason.FENCED, Reason.NOT_LEADING})
 _WORDS: Final = {
     synchronizer_pb2.PUSH_OUTCOME_ACCEPTED: "accepted",
     synchronizer_pb2.PUSH_OUTCOME_DROPPED: "dropped",
@@ -196,7 +197,7 @@ class Pusher:
         self._look_at(DilocoError(reason, response.message))
 
     def _look_at(self, error: DilocoError) -> None:
-        if error.reason in REJOIN or error.reason is Reason.FENCED:
+        if error.reason in REJOIN or error.reason in _LEAVES:
             self._on_unknown(error)
 
 

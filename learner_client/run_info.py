@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Sequence
 
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.settings import PROTOCOL_VERSION, RunSettings
 from decoupled_diloco.settings_proto import settings_from_proto
 from decoupled_diloco.v1 import admin_pb2
 from learner_client.core.retry import Backoff
+from learner_client.dialling import search_for
 from learner_client.transport.base import Transport
-from learner_client.transport.grpc import GrpcTransport
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,12 +29,13 @@ async def fetch_settings(transport: Transport) -> RunSettings:
 
 
 def wait_for_settings(
-    address: str, *, timeout_s: float | None = 300.0, insecure: bool = False
+    address: str | Sequence[str], *, timeout_s: float | None = 300.0, insecure: bool = False
 ) -> RunSettings:
     """The same, waiting for a synchronizer that is not there yet. Not within an event loop.
 
     Args:
-        address: ``host:port`` of the synchronizer.
+        address: ``host:port`` of the synchronizer; of several, as a sequence or separated by
+            commas: the one that leads is asked.
         timeout_s: longest wait; None waits without end.
         insecure: True where plaintext to another machine was asked for.
 
@@ -43,14 +45,16 @@ def wait_for_settings(
     return asyncio.run(_wait(address, timeout_s, insecure=insecure))
 
 
-async def _wait(address: str, timeout_s: float | None, *, insecure: bool) -> RunSettings:
-    transport = GrpcTransport(address, insecure=insecure)
+async def _wait(
+    address: str | Sequence[str], timeout_s: float | None, *, insecure: bool
+) -> RunSettings:
+    search = search_for(address, name="settings", insecure=insecure)
     backoff, last = Backoff(), None
     try:
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
-                    return await fetch_settings(transport)
+                    return settings_from_proto((await search.find()).settings)
                 except DilocoError as error:
                     if not error.entry.retry:
                         raise
@@ -63,4 +67,4 @@ async def _wait(address: str, timeout_s: float | None, *, insecure: bool) -> Run
             Reason.UNAVAILABLE, f"{address} did not answer within {timeout_s} s"
         ) from None
     finally:
-        await transport.aclose()
+        await search.transport.aclose()

@@ -11,6 +11,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+def _loop_time() -> float:
+    """The running loop's clock, which is virtual where its timers are."""
+    return asyncio.get_running_loop().time()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
     """Time, chance and threads.
@@ -18,12 +23,14 @@ class Runtime:
     Attributes:
         sleep: waits between two attempts.
         rng: jitter and request ids.
+        clock: seconds; never goes back, and goes on as ``sleep`` does.
         has_time: False where nothing may depend on time: no heartbeats and no time-outs.
         has_threads: False where tensor work is done in the event loop itself.
     """
 
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     rng: random.Random = field(default_factory=random.SystemRandom)
+    clock: Callable[[], float] = _loop_time
     has_time: bool = True
     has_threads: bool = True
 

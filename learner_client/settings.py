@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from decoupled_diloco.channel import parse_address
 from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.setting_fields import setting
+from learner_client.addresses import read_addresses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,9 @@ class LearnerSettings:
         UsageError: CONFIG_INVALID, naming the setting.
     """
 
-    address: str = setting("127.0.0.1:50051", "host:port of the synchronizer")
+    address: str = setting(
+        "127.0.0.1:50051", "host:port of the synchronizer; of several, separated by commas"
+    )
     learner_id: str = setting("", "stable id of this learner; its data shard belongs to it")
     run_dir: Path = setting(Path(), "run directory: data/ is read, metrics/ is written")
     device: str = setting("auto", "auto, cpu, cuda or cuda:0")
@@ -52,7 +54,9 @@ class EvaluatorSettings:
         UsageError: CONFIG_INVALID, naming the setting.
     """
 
-    address: str = setting("127.0.0.1:50051", "host:port of the synchronizer")
+    address: str = setting(
+        "127.0.0.1:50051", "host:port of the synchronizer; of several, separated by commas"
+    )
     run_dir: Path = setting(Path(), "run directory: data/ is read, metrics/ and model/ are written")
     every: int = setting(50, "global steps between two evaluations")
     max_tokens: int = setting(65536, "held-out tokens per evaluation, at most")
@@ -75,6 +79,6 @@ def check_process(address: str, log_format: str) -> None:
     Raises:
         UsageError: CONFIG_INVALID.
     """
-    parse_address(address)
+    read_addresses(address)
     if log_format not in ("text", "json"):
         raise UsageError(Reason.CONFIG_INVALID, f"log_format is {log_format!r}; one of text, json")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from learner_client.core.connection import State
+from learner_client.exchange import Exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,8 @@ class LearnerStatus:
         online: whether the synchronizer answers.
         reason: why it waits or is offline; empty where neither is so.
         detail: the same for people.
+        address: address of the synchronizer that is followed; empty for a transport of one's own.
+        term: its term of leadership, as of the last Join; 0 before the first.
         global_step: global step of the newest update applied.
         local_step: inner steps over all lives of this learner id.
         num_updates: updates received and verified.
@@ -31,6 +34,8 @@ class LearnerStatus:
     online: bool
     reason: str
     detail: str
+    address: str
+    term: int
     global_step: int
     local_step: int
     num_updates: int
@@ -39,3 +44,29 @@ class LearnerStatus:
     declined: Mapping[str, int] = field(default_factory=dict)
     bytes_up: int
     bytes_down: int
+
+
+def status_of(exchange: Exchange, address: str) -> LearnerStatus:
+    """How a learner stands.
+
+    Args:
+        exchange: what its threads share.
+        address: address of the synchronizer that is followed.
+    """
+    connection, tally, grant = exchange.connection, exchange.tally, exchange.grant
+    return LearnerStatus(
+        state=connection.state,
+        online=connection.online,
+        reason=connection.reason,
+        detail=connection.detail,
+        address=address,
+        term=0 if grant is None else grant.term,
+        global_step=0 if grant is None else exchange.core.global_step,
+        local_step=0 if grant is None else exchange.core.local_step,
+        num_updates=tally.num_updates,
+        num_digest_mismatches=tally.num_digest_mismatches,
+        pushes=dict(tally.pushes),
+        declined=dict(tally.declined),
+        bytes_up=tally.bytes_up,
+        bytes_down=tally.bytes_down,
+    )

@@ -28,11 +28,11 @@ from learner_client.core.learner_core import PullRequest
 from learner_client.core.reports import StepReport
 from learner_client.core.retry import REJOIN, Backoff, is_fatal
 from learner_client.exchange import Exchange, Grant
+from learner_client.leaders import LeaderSearch
 from learner_client.link import Identity, Link
 from learner_client.parameters import Parameters
 from learner_client.pusher import Pusher
 from learner_client.runtime import Runtime
-from learner_client.transport.base import Transport
 from learner_client.watcher import Watcher
 
 _LOG = logging.getLogger("learner_client")
@@ -50,7 +50,7 @@ class Worker:
         exchange: shared with the training thread.
         parameters: the model, read here only for the first parameters of a run.
         identity: who this learner is.
-        transport: opens the transport, within the event loop.
+        search: the way to the synchronizer that leads.
         runtime: time, chance and threads.
         saved: state to go on from.
     """
@@ -61,14 +61,14 @@ class Worker:
         exchange: Exchange,
         parameters: Parameters,
         identity: Identity,
-        transport: Callable[[], Transport],
+        search: LeaderSearch,
         runtime: Runtime | None = None,
         saved: SavedState | None = None,
     ) -> None:
         self._exchange = exchange
         self._parameters = parameters
         self._identity = identity
-        self._open_transport = transport
+        self._search = search
         self._runtime = runtime or Runtime()
         self._saved = saved
         self._backoff = Backoff()
@@ -128,17 +128,13 @@ class Worker:
     async def run(self) -> None:
         """Does the background work until it is stopped or nothing is left to do."""
         self._loop = asyncio.get_running_loop()
-        try:
-            link = Link(
-                identity=self._identity,
-                exchange=self._exchange,
-                parameters=self._parameters,
-                transport=self._open_transport(),
-                runtime=self._runtime,
-            )
-        except DilocoError as error:
-            self._exchange.failed(error)
-            return
+        link = Link(
+            identity=self._identity,
+            exchange=self._exchange,
+            parameters=self._parameters,
+            transport=self._search.transport,
+            runtime=self._runtime,
+        )
         work = self._loop.create_task(self._serve(link))
         stop = self._loop.create_task(self._stop.wait())
         try:
@@ -153,20 +149,24 @@ class Worker:
         """Connects again and again; ends where the learner is fenced, refused or finished.
 
         A learner that trains keeps its incarnation and opens its streams anew; it joins again only
-        when told to, so that it cannot take its id back from a process that fenced it.
+        when told to, so that it cannot take its id back from a process that fenced it. Where
+        another synchronizer leads by now, it goes there first.
         """
         saved = {} if self._saved is None else self._saved.published
         watcher = Watcher(link, saved)
         pusher = Pusher(link, self._fail_session)
-        admission = Admission(link, self._saved)
+        search, admission = self._search, Admission(link, self._search, self._saved)
+        search.relay = lambda calls: admission.relay(calls, watcher.versions)
         grant = None
         try:
             while self._exchange.connection.state not in _ENDED:
                 try:
+                    await search.settle()
                     if grant is None:
                         grant = await admission.join(watcher.versions)
                     await self._session(link, grant, watcher, pusher)
-                except DilocoError as error:
+                except DilocoError as caught:
+                    error = search.judged(caught)
                     if is_fatal(error):
                         self._exchange.failed(error)
                         return
@@ -195,8 +195,17 @@ class Worker:
             self._until_lost(self._report(link, grant, pusher)),
             self._until_lost(watcher.run(grant)),
             self._until_lost(_wait_for(self._session_failure)),
+            self._until_lost(
+                self._search.keep_watch(grant.settings.lease_timeout_s, self._progress)
+            ),
         )
         await _together(*streams)
+
+    def _progress(self) -> tuple[bool, int]:
+        """Whether news may come, and how many did."""
+        connection = self._exchange.connection
+        may_come = connection.online and connection.state is not State.FINISHED
+        return may_come, self._exchange.tally.num_updates
 
     def _fail_session(self, error: DilocoError) -> None:
         failure = self._session_failure
@@ -261,6 +270,7 @@ class Worker:
         elif kind == "stop":
             self._exchange.happened(Event.STOP, "complete", response.stop.reason)
         elif kind == "not_leading":
+            self._search.heard(response.not_leading.claim, response.not_leading.addresses)
             raise DilocoError(
                 Reason.NOT_LEADING, "the synchronizer does not lead; the leader is looked for"
             )
@@ -291,6 +301,9 @@ class Worker:
                 clock=link.clock(),
             )
         )
+        if grant.term != self._search.leadership.term:
+            # An earlier leader's grant: about to be refused, and a report would be lost with it.
+            await self._runtime.sleep(grant.settings.heartbeat_interval_s)
         while self._turn is turn:
             self._wake.clear()
             while self._declines:

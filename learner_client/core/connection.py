@@ -137,6 +137,7 @@ class Connection:
     def down(self, reason: Reason, detail: str) -> Change | None:
         """The synchronizer does not answer, or answers with an error that heals."""
         if not self._online and self._reason == reason:
+            self._detail = detail
             return None
         self._online = False
         self._reason, self._detail = str(reason), detail

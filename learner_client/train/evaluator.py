@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -10,6 +11,8 @@ from collections.abc import AsyncIterator
 from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK
 from decoupled_diloco.journal import Journal
 from decoupled_diloco.layout import Layout, Strategy, build_layout
+from learner_client.core.leadership import Move
+from learner_client.dialling import search_for
 from learner_client.observer import Observer, Published
 from learner_client.parameters import ModuleParameters
 from learner_client.settings import EvaluatorSettings
@@ -18,7 +21,6 @@ from learner_client.train.evaluate import EvaluationResult, evaluate
 from learner_client.train.export import export_model
 from learner_client.train.setup import Setup, load_setup
 from learner_client.train.stopping import StopRequest
-from learner_client.transport.grpc import GrpcTransport
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class Evaluator:
         self._metrics = metrics
         self._model = setup.build_model().to(resolve_device(settings.device))
         self._parameters = ModuleParameters(self._model)
-        run = setup.run
+        run = self.run = setup.run
         self.layout: Layout = build_layout(
             self._parameters.tensors,
             strategy=Strategy(run.strategy),
@@ -105,6 +107,10 @@ class Evaluator:
             "global step %d: %.4f nats per token on held-out text", global_step, result.loss
         )
 
+    def moved(self, move: Move) -> None:
+        """Records that another synchronizer is watched."""
+        self._metrics.write("moved", **dataclasses.asdict(move))
+
     def export(self, published: Published) -> None:
         """Measures the last copy, if that was not done, and writes the model."""
         if self._measured != published.global_step:
@@ -154,10 +160,16 @@ async def _run(
     evaluator: Evaluator, settings: EvaluatorSettings, stop: StopRequest, *, seed_known: bool
 ) -> int:
     stop.heed()
-    transport = GrpcTransport(settings.address, insecure=settings.insecure)
+    search = search_for(
+        settings.address,
+        name="evaluator",
+        run_id=evaluator.run.run_id,
+        insecure=settings.insecure,
+        on_move=evaluator.moved,
+    )
     newest: Published | None = None
     try:
-        observer = Observer(transport, evaluator.layout, name="evaluator")
+        observer = Observer(search, evaluator.layout, evaluator.run, name="evaluator")
         async for published in _follow(observer, stop):
             if published is None:
                 break
@@ -170,7 +182,7 @@ async def _run(
                 await asyncio.to_thread(evaluator.export, published)
                 return EXIT_OK
     finally:
-        await transport.aclose()
+        await search.transport.aclose()
     if newest is not None:
         evaluator.export(newest)
     return EXIT_DRAINED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -12,6 +13,7 @@ import torch
 from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, Reason, UsageError
 from decoupled_diloco.journal import Journal
 from learner_client.core.connection import Change
+from learner_client.core.leadership import Move
 from learner_client.learner import Learner
 from learner_client.settings import LearnerSettings
 from learner_client.train.data import ShardedBatches
@@ -86,6 +88,7 @@ class Trainer:
             join_timeout_s=self._settings.join_timeout_s,
             insecure=self._settings.insecure,
             on_change=self._changed,
+            on_move=self._moved,
         )
         with learner:
             self._metrics.write(
@@ -177,6 +180,9 @@ class Trainer:
             state="online" if learner.status.online else "offline",
             incarnation=str(learner.incarnation),
         )
+
+    def _moved(self, move: Move) -> None:
+        self._metrics.write("moved", **dataclasses.asdict(move))
 
     def _changed(self, change: Change) -> None:
         self._metrics.write(

@@ -5,5 +5,6 @@ from __future__ import annotations
 from learner_client.transport.base import Transport
 from learner_client.transport.grpc import GrpcTransport
 from learner_client.transport.memory import InMemoryTransport
+from learner_client.transport.switching import SwitchingTransport
 
-__all__ = ["GrpcTransport", "InMemoryTransport", "Transport"]
+__all__ = ["GrpcTransport", "InMemoryTransport", "SwitchingTransport", "Transport"]

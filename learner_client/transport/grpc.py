@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from decoupled_diloco.channel import (
     error_from_rpc,
     open_channel,
 )
+from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -89,6 +91,9 @@ async def _mapped(call: Awaitable[T]) -> T:
         return await call
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from None
+    except asyncio.CancelledError:
+        _raise_closed()
+        raise
 
 
 async def _stream(
@@ -99,5 +104,15 @@ async def _stream(
             yield response
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from None
+    except asyncio.CancelledError:
+        _raise_closed()
+        raise
     finally:
         call.cancel()
+
+
+def _raise_closed() -> None:
+    """Raises ``UNAVAILABLE`` where the channel was closed and nobody cancelled this task."""
+    task = asyncio.current_task()
+    if task is not None and not task.cancelling():
+        raise DilocoError(Reason.UNAVAILABLE, "the connection was closed") from None

@@ -49,7 +49,11 @@ class ScriptedSynchronizer(
     is_away: bool = False
     refuse_join: DilocoError | None = None
     refuse_watch: DilocoError | None = None
+    refuses: dict[str, DilocoError] = field(default_factory=dict)
+    addresses: tuple[str, ...] = ()
+    asked: int = 0
     cut_push_at: int | None = None
+    hold_pushes: bool = False
     answer_pushes_with: Reason | None = None
     published: dict[int, tuple[Version, torch.Tensor]] = field(default_factory=dict)
     joins: list[synchronizer_pb2.JoinRequest] = field(default_factory=list)
@@ -127,11 +131,19 @@ class ScriptedSynchronizer(
     # -- servicer ------------------------------------------------------------------------
 
     async def GetRun(self, request, context):
-        await self._check_away(context)
-        return admin_pb2.GetRunResponse(settings=settings_to_proto(self.settings))
+        self.asked += 1
+        await self._check(context, "GetRun")
+        return admin_pb2.GetRunResponse(
+            settings=settings_to_proto(self.settings), claim=self.claim()
+        )
+
+    def claim(self) -> types_pb2.LeadershipClaim:
+        return types_pb2.LeadershipClaim(
+            run_id=self.settings.run_id, term=self.term, signature=b"as the test says"
+        )
 
     async def Join(self, request, context):
-        await self._check_away(context)
+        await self._check(context, "Join")
         if self.refuse_join is not None:
             await abort(context, self.refuse_join)
         self.joins.append(request)
@@ -152,7 +164,8 @@ class ScriptedSynchronizer(
             overlap=self.settings.overlap,
         )
         return synchronizer_pb2.JoinResponse(
-            claim=types_pb2.LeadershipClaim(run_id=self.settings.run_id, term=self.term),
+            claim=self.claim(),
+            addresses=self.addresses,
             incarnation=types_pb2.Incarnation(term=self.term, number=1),
             settings=settings_to_proto(self.settings),
             layout_fingerprint=self.layout.fingerprint,
@@ -164,7 +177,7 @@ class ScriptedSynchronizer(
 
     async def Report(self, request_iterator, context):
         first = await anext(request_iterator)
-        await self._check_away(context, first.hello.incarnation)
+        await self._check(context, "Report", first.hello.incarnation)
         down: asyncio.Queue = asyncio.Queue()
         with self._running(context, "report"):
             reader = asyncio.create_task(self._read_reports(request_iterator))
@@ -187,7 +200,7 @@ class ScriptedSynchronizer(
                 self.declined.append(request.pull_declined)
 
     async def Push(self, request_iterator, context):
-        await self._check_away(context)
+        await self._check(context, "Push")
         with self._running(context, "push"):
             return await self._take_push(request_iterator, context)
 
@@ -211,6 +224,8 @@ class ScriptedSynchronizer(
             if self.cut_push_at is not None and stager.num_bytes >= self.cut_push_at:
                 self.cut_push_at = None
                 await abort(context, DilocoError(Reason.UNAVAILABLE, "cut"))
+        if self.hold_pushes:
+            await asyncio.Event().wait()
         return self._answer(header, stager)
 
     def _answer(self, header, stager):
@@ -235,7 +250,8 @@ class ScriptedSynchronizer(
         self.published[fragment] = (Version(self.term, 0, sha(vector)), vector)
 
     async def Watch(self, request, context):
-        await self._check_away(context, request.incarnation)
+        is_learner = request.HasField("incarnation")
+        await self._check(context, "Watch", request.incarnation if is_learner else None)
         if self.refuse_watch is not None:
             error, self.refuse_watch = self.refuse_watch, None
             await abort(context, error)
@@ -257,7 +273,7 @@ class ScriptedSynchronizer(
                 self._watchers.remove(queue)
 
     async def Leave(self, request, context):
-        await self._check_away(context)
+        await self._check(context, "Leave")
         self.leaves.append(request)
         return synchronizer_pb2.LeaveResponse()
 
@@ -311,9 +327,11 @@ class ScriptedSynchronizer(
         finally:
             self._handlers.discard(task)
 
-    async def _check_away(self, context, incarnation=None) -> None:
+    async def _check(self, context, rpc: str, incarnation=None) -> None:
         if self.is_away:
             await abort(context, DilocoError(Reason.UNAVAILABLE, "away"))
+        if rpc in self.refuses:
+            await abort(context, self.refuses[rpc])
         if incarnation is not None and incarnation.term != self.term:
             await abort(context, DilocoError(Reason.STALE_TERM, "join again"))
 
