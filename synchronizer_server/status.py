@@ -9,6 +9,7 @@ from decoupled_diloco.wire import held_to, incarnation_to
 from synchronizer_server.core.roster import Learner
 from synchronizer_server.core.rounds import Round
 from synchronizer_server.engine import Engine
+from synchronizer_server.replicas import Replicas
 
 
 def status_message(engine: Engine, labels: Mapping[str, Mapping[str, str]]) -> pb.GetStatusResponse:
@@ -44,6 +45,28 @@ def status_message(engine: Engine, labels: Mapping[str, Mapping[str, str]]) -> p
         ),
         totals=engine.ledger.totals(sum(x.num_tokens_merged for x in learners)),
         uptime_seconds=now - engine.started_at,
+        role="leading",
+        record_term=engine.parts.claim.term,
+        replication=None if engine.parts.replicas is None else _replication(engine.parts.replicas),
+    )
+
+
+def _replication(replicas: Replicas) -> pb.ReplicationStatus:
+    core = replicas.core
+    return pb.ReplicationStatus(
+        mode=core.mode,
+        replicas=[
+            pb.ReplicaStatus(
+                standby_id=standby_id,
+                connected=standby.connected,
+                in_sync=standby_id in core.may_be_in_sync,
+                acked_global_step=max(standby.acked, 0),
+            )
+            for standby_id, standby in sorted(core.standbys.items())
+        ],
+        unsafe_rounds=core.lag,
+        lease_held=replicas.lease_seconds > 0,
+        lease_seconds=replicas.lease_seconds,
     )
 
 

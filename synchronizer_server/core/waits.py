@@ -123,8 +123,14 @@ class Waits:
         names = [x.learner_id for x in self.scheduler.absent(round_)]
         missing = self.scheduler.missing_at_start(round_)
         if missing:
-            names.append(f"{missing} planned learners that are not live")
+            names.append(self._missing_words(missing))
         return f"for {', '.join(names)}, at most {round_.grace_s:.2f} s"
+
+    def _missing_words(self, missing: int) -> str:
+        if self.state.knows_members:
+            names = sorted(x.learner_id for x in self.state.roster.expected())
+            return ", ".join(names) + " (alive under the leader before, not back yet)"
+        return f"{missing} planned learners that are not live"
 
     def _quorum_detail(self, round_: Round) -> str:
         have = len(round_.accepted) + len(self.scheduler.candidates(round_))
