@@ -29,6 +29,17 @@ async def test_an_emptied_keeper_knows_learners_and_seed_after_one_heartbeat() -
         assert roll.seeded
 
 
+async def test_the_quorum_goes_along_where_an_operator_has_set_it() -> None:
+    membership = MemoryMembership()
+    async with serving(membership=membership) as fleet:
+        await fleet.learner("a")
+        await beat(fleet.engine, membership)
+        assert await membership.get_quorum() is None
+        fleet.engine.core.state.quorum += 1
+        await beat(fleet.engine, membership)
+        assert await membership.get_quorum() == fleet.settings.quorum + 1
+
+
 async def test_before_the_seed_nothing_is_marked() -> None:
     membership = MemoryMembership()
     async with serving(membership=membership) as fleet:
