@@ -10,12 +10,12 @@ from typing import Any, Final
 
 from decoupled_diloco.claims import Claim
 from decoupled_diloco.errors import DilocoError, Reason
-from decoupled_diloco.logs import ChangeLogger
 from decoupled_diloco.settings import RunSettings
 from synchronizer_server.assembly import Assembled, Outside, assemble
 from synchronizer_server.core import events as ev
 from synchronizer_server.core.lease import Role
 from synchronizer_server.election import Election
+from synchronizer_server.heartbeats import run_heartbeats
 from synchronizer_server.replicas import Replicas
 from synchronizer_server.service.admin import AdminService
 from synchronizer_server.service.switchboard import Switchboard
@@ -152,7 +152,7 @@ class Node:
             engine.spawn(parts.replicas.run())
             await self._outside.store_runner.submit(lambda: election.identity.set_in_sync(True))
         engine.spawn(engine.run_timer())
-        engine.spawn(self._heartbeat(assembled))
+        engine.spawn(run_heartbeats(engine, self._outside.membership))
         return assembled
 
     def _replicas(self, election: Election) -> Replicas:
@@ -183,27 +183,6 @@ class Node:
         engine.parts.journal.close()
         logger.info("stopped at global step %d", self.ended_at)
         self.assembled = None
-
-    async def _heartbeat(self, assembled: Assembled) -> None:
-        """Heartbeats for the learners that are live, in one batch; nothing waits for it.
-
-        Seeded mark and quorum go along, so that a keeper that was emptied knows them again.
-        """
-        changes = ChangeLogger(logger)
-        membership, state = self._outside.membership, assembled.engine.core.state
-        while True:
-            await asyncio.sleep(self._run.heartbeat_interval_s)
-            try:
-                await membership.heartbeat(assembled.engine.live_incarnations(), state.term)
-                if state.seeded:
-                    await membership.mark_seeded(state.term)
-                if state.quorum != self._run.quorum:
-                    await membership.set_quorum(state.quorum, state.term)
-            except DilocoError as error:
-                changes.log("membership", str(error.reason), error.message, level=logging.WARNING)
-            else:
-                if changes.reason("membership") is not None:
-                    changes.log("membership", "reachable")
 
     # -- what others are told --------------------------------------------------------------------
 

@@ -105,9 +105,9 @@ SET_IN_SYNC: Final = (
     _CLAIM
     + """
 if (held and not mine) or (knows and term ~= claimed) then return 0 end
-local revision = redis.call('GET', KEYS[4])
-revision = tonumber(revision or '0')
-if not revision then error('MALFORMED in_sync_revision') end
+local revision = redis.call('GET', KEYS[4]) or '0'
+revision = string.match(revision, '^%d+$') and tonumber(revision)
+if not revision or revision >= 2^53 then error('MALFORMED in_sync_revision') end
 if revision > tonumber(ARGV[8]) then return 0 end
 write(ARGV[7], ARGV[8])
 return 1

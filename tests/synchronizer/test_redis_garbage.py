@@ -150,6 +150,18 @@ async def test_garbled_standbys_are_refused(
     assert client.keys(PREFIX + "*") == [(PREFIX + "in_sync").encode()], "nothing was written"
 
 
+@pytest.mark.parametrize("text", ["", "x", "-1", "1e3", "0x1", "nan", "9" * 400])
+@pytest.mark.asyncio
+async def test_a_garbled_revision_stops_whoever_would_write_over_it(
+    process: Process, client: redis_client.Redis, text: str
+) -> None:
+    client.set(PREFIX + "in_sync_revision", text)
+    await refused(process, "set_in_sync")
+    assert client.keys(PREFIX + "*") == [(PREFIX + "in_sync_revision").encode()]
+    await prolong(process.lease, process.claim(), in_sync=("b",))
+    assert await process.lease.set_in_sync(process.claim(), ["c"], revision=1), "written anew"
+
+
 @pytest.mark.asyncio
 async def test_standbys_that_are_no_text_are_refused(
     process: Process, client: redis_client.Redis
