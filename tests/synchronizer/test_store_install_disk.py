@@ -1,11 +1,15 @@
-"""What a standby leaves on the disk: older terms untouched, crashes survived, forced rounds safe."""
+"""What a standby leaves on the disk: old terms untouched, crashes survived, forced rounds safe."""
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from decoupled_diloco.errors import DilocoError, Reason
 from synchronizer_server.core.records import RoundRecord
@@ -103,7 +107,7 @@ def prepare(path: Path, scenario: str) -> tuple[DiskStore, RoundRecord | None, R
     store = open_disk(path, durability="standby" if scenario == "behind" else "disk")
     if scenario == "empty":
         return store, None, history()[-3]
-    before = rounds(store, begin(store), 5)
+    before = rounds(store, begin(store), 3)
     after = following(takeover(before, 2))[0]
     if scenario == "divergent":
         before = rounds(store, before, 2)
@@ -140,7 +144,7 @@ def test_a_crash_at_any_file_operation_leaves_the_cut_before_or_after(
             assert_holds(store, loaded[0])
         follow(store, after)
         assert_holds(store, after)
-        going_on = rounds(store, begin(store), 3)
+        going_on = rounds(store, begin(store), 1)
         assert_holds(store, going_on)
         assert not list(path.rglob("*.tmp"))
         store.close()
@@ -148,6 +152,48 @@ def test_a_crash_at_any_file_operation_leaves_the_cut_before_or_after(
             assert at > 1
             return
     pytest.fail("it never went through")
+
+
+ADVANCE = st.sampled_from(["round", "several", "term"])
+CRASH = st.tuples(st.sampled_from(OPERATIONS), st.integers(1, 16), st.booleans())
+
+
+def advanced(record: RoundRecord, how: str) -> RoundRecord:
+    if how == "term":
+        record = takeover(record, record.term + 1)
+    for _ in range(4 if how == "several" else 1):
+        record = following(record)[0]
+    return record
+
+
+@settings(max_examples=40)
+@given(steps=st.lists(st.tuples(ADVANCE, CRASH), max_size=8), data=st.data())
+def test_a_standby_that_crashes_again_and_again_ends_with_the_leaders_cut(
+    steps: list[tuple[str, tuple[str, int, bool]]], data: st.DataObject
+) -> None:
+    durability = data.draw(st.sampled_from(["disk", "standby"]))
+    tip = seed()[0]
+    with tempfile.TemporaryDirectory() as scratch:
+        store, held = open_disk(Path(scratch), durability), None
+        for how, (operation, at, after_effect) in steps:
+            tip = advanced(tip, how)
+            crash = Crash()
+            with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Crash):
+                with failing(patch, operation, at, crash, after=after_effect):
+                    follow(store, tip)
+                held = tip
+            store.close()
+            store = open_disk(Path(scratch), durability)
+            loaded = store.load()
+            if loaded is None:
+                assert held is None
+                continue
+            assert loaded[0] in (held, tip)
+            assert_holds(store, loaded[0])
+            held = loaded[0]
+        follow(store, tip)
+        assert_holds(store, tip)
+        store.close()
 
 
 def test_a_forced_round_takes_with_it_what_its_cut_names(
