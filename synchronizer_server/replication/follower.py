@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import grpc
 import grpc.aio
@@ -108,7 +108,7 @@ class Follower:
         self.description = self._store.read_run()
         self._highest_term = self._store.highest_term()
 
-    async def follow(self, address: str, highest: Claim | None = None) -> None:
+    async def follow(self, address: str, highest: Claim | None = None) -> NoReturn:
         """Follows the leader at an address; returns never.
 
         Args:
@@ -132,7 +132,7 @@ class Follower:
             await channel.close()
             self._on_change()
 
-    async def _stream(self, call: Call, highest: Claim | None) -> None:
+    async def _stream(self, call: Call, highest: Claim | None) -> NoReturn:
         hello = pb.ReplicateHello(
             run_id=self._settings.run_id,
             standby_id=self._standby_id,
@@ -179,6 +179,8 @@ class Follower:
                 f"it leads in term {claim.term}, but term {known} has begun; look for its leader",
                 term=claim.term,
             )
+        if highest is not None and (claim.term, claim.run_id) == (highest.term, highest.run_id):
+            _check_same_leader(claim, highest)
         check_settings(run.settings_json, self._settings)
         self.claim, self.streaming, self.in_sync = claim, True, False
         logger.info("follows %s, term %d", claim.leader_id, claim.term)
@@ -250,6 +252,16 @@ class Follower:
         if held is None or held < (transfer.record.term, transfer.record.global_step):
             self.record = transfer.record
         self._highest_term = max(self._highest_term, transfer.record.term)
+
+
+def _check_same_leader(claim: Claim, highest: Claim) -> None:
+    if claim.leader_id != highest.leader_id:
+        raise DilocoError(
+            Reason.BAD_CLAIM,
+            f"{claim.leader_id} and {highest.leader_id} both claim term {claim.term}; none is "
+            "followed before one of them leads in a higher term",
+            term=claim.term,
+        )
 
 
 async def _write(call: Call, request: pb.ReplicateRequest) -> None:

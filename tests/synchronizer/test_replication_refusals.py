@@ -183,6 +183,12 @@ async def test_a_leader_of_a_lower_term_than_heard_is_not_followed() -> None:
     assert error.reason is Reason.STALE_TERM
 
 
+async def test_two_leaders_of_one_term_are_not_followed() -> None:
+    error = await refused_by_standby(run(claim_of(3)), highest=claim_of(3, "leader-2"))
+    assert error.reason is Reason.BAD_CLAIM
+    assert "leader-1 and leader-2 both claim term 3" in error.message
+
+
 async def test_a_leader_of_a_lower_term_than_the_stores_is_not_followed() -> None:
     store = MemoryStore()
     store.load()
