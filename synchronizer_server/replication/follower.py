@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -33,6 +33,8 @@ from synchronizer_server.store.base import RoundStore, RunDescription
 logger = logging.getLogger(__name__)
 
 FIRST_MESSAGE_TIMEOUT_S: Final = ADMIN_DEADLINE_S
+MAX_DUE: Final = 2
+"""Records that are here and wait for the disk; then nothing more is read."""
 
 Call = grpc.aio.StreamStreamCall[Any, Any]
 
@@ -97,18 +99,20 @@ class Follower:
         Raises:
             DilocoError: as `RoundStore.load`.
         """
-        if not self._loaded:
-            await self._runner.submit(self._load)
-            self._loaded = True
-            self._on_change()
+        await self._runner.submit(self._load)
+        self._on_change()
 
     def _load(self) -> None:
+        """In the runner: a record that was still being written when a stream ended is there now."""
+        if self._loaded:
+            return
         loaded = self._store.load()
         self.record = loaded[0] if loaded is not None else None
         self.description = self._store.read_run()
         self._highest_term = self._store.highest_term()
+        self._loaded = True
 
-    async def follow(self, address: str, highest: Claim | None = None) -> NoReturn:
+    async def follow(self, address: str, highest: Claim | None = None) -> None:
         """Follows the leader at an address; returns never.
 
         Args:
@@ -132,7 +136,7 @@ class Follower:
             await channel.close()
             self._on_change()
 
-    async def _stream(self, call: Call, highest: Claim | None) -> NoReturn:
+    async def _stream(self, call: Call, highest: Claim | None) -> None:
         hello = pb.ReplicateHello(
             run_id=self._settings.run_id,
             standby_id=self._standby_id,
@@ -148,9 +152,28 @@ class Follower:
         if first.WhichOneof("kind") != "run":
             raise malformed("a replication stream that does not begin with the run")
         await self._begin(first.run, highest)
+        due: asyncio.Queue[Transfer] = asyncio.Queue(MAX_DUE)
+        # A slow disk must not make the leader's word of where we stand come late.
+        work = [
+            asyncio.ensure_future(job) for job in (self._receive(call, due), self._keep(call, due))
+        ]
+        try:
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+
+    async def _receive(self, call: Call, due: asyncio.Queue[Transfer]) -> None:
         while True:
             if (transfer := await self._take(await self._read(call))) is not None:
-                await self._persist(call, transfer)
+                await due.put(transfer)
+
+    async def _keep(self, call: Call, due: asyncio.Queue[Transfer]) -> None:
+        while True:
+            await self._persist(call, await due.get())
 
     async def _read(self, call: Call) -> pb.ReplicateResponse:
         response = await call.read()

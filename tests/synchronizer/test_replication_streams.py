@@ -202,6 +202,45 @@ async def test_nothing_is_acknowledged_before_it_is_persisted() -> None:
         assert_equal(store, lineage)
 
 
+async def test_a_standby_whose_disk_is_slow_hears_where_it_stands() -> None:
+    """Or it would take the leader for dead."""
+    lineage = lineage_of(1)
+    store = HeldStore()
+    standby = Standby(store)
+    async with leading(lineage) as led, standby.following(led.address):
+        await until(lambda: store.num_asked == 1)
+        assert led.leader is not None
+        led.send(lineage.round())
+        for in_sync in (True, False):
+            led.leader.tell_state("standby-1", in_sync)
+            await until(lambda: standby.follower.in_sync == in_sync)  # noqa: B023 - awaited at once
+        assert standby.follower.persisted is None
+        store.gate.set()
+        await standby.has(lineage)
+
+
+async def test_a_record_that_is_being_written_when_the_stream_ends_counts_in_the_next() -> None:
+    """The next leader does not have it: what differs from it is asked for."""
+    lineage = lineage_of(1)
+    store = HeldStore()
+    store.gate.set()
+    standby = Standby(store)
+    async with leading(lineage) as led, standby.following(led.address):
+        await standby.has(lineage)
+        store.gate.clear()
+        led.send(lineage.fork().round())
+        await until(lambda: store.num_asked == 2)
+        old, new = led.leader, led.next_leader(term=2)
+        assert old is not None
+        new.describe(DESCRIPTION)
+        led.send(lineage.take_over(2))
+        old.close(DilocoError(Reason.NOT_LEADING, "another leads"))
+        await until(lambda: standby.errors)
+        store.gate.set()
+        await standby.has(lineage)
+    assert [error.reason for error in standby.errors] == [Reason.NOT_LEADING]
+
+
 async def test_what_could_not_be_persisted_is_not_acknowledged_and_comes_again() -> None:
     lineage = lineage_of(1)
     store = HeldStore()
