@@ -33,6 +33,8 @@ from synchronizer_server.store.base import RoundStore, RunDescription
 logger = logging.getLogger(__name__)
 
 FIRST_MESSAGE_TIMEOUT_S: Final = ADMIN_DEADLINE_S
+MAX_DUE: Final = 2
+"""Records that are here and wait for the disk; then nothing more is read."""
 
 Call = grpc.aio.StreamStreamCall[Any, Any]
 
@@ -97,16 +99,18 @@ class Follower:
         Raises:
             DilocoError: as `RoundStore.load`.
         """
-        if not self._loaded:
-            await self._runner.submit(self._load)
-            self._loaded = True
-            self._on_change()
+        await self._runner.submit(self._load)
+        self._on_change()
 
     def _load(self) -> None:
+        """In the runner: a record that was still being written when a stream ended is there now."""
+        if self._loaded:
+            return
         loaded = self._store.load()
         self.record = loaded[0] if loaded is not None else None
         self.description = self._store.read_run()
         self._highest_term = self._store.highest_term()
+        self._loaded = True
 
     async def follow(self, address: str, highest: Claim | None = None) -> None:
         """Follows the leader at an address; returns never.
@@ -148,9 +152,28 @@ class Follower:
         if first.WhichOneof("kind") != "run":
             raise malformed("a replication stream that does not begin with the run")
         await self._begin(first.run, highest)
+        due: asyncio.Queue[Transfer] = asyncio.Queue(MAX_DUE)
+        # A slow disk must not make the leader's word of where we stand come late.
+        work = [
+            asyncio.ensure_future(job) for job in (self._receive(call, due), self._keep(call, due))
+        ]
+        try:
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+
+    async def _receive(self, call: Call, due: asyncio.Queue[Transfer]) -> None:
         while True:
             if (transfer := await self._take(await self._read(call))) is not None:
-                await self._persist(call, transfer)
+                await due.put(transfer)
+
+    async def _keep(self, call: Call, due: asyncio.Queue[Transfer]) -> None:
+        while True:
+            await self._persist(call, await due.get())
 
     async def _read(self, call: Call) -> pb.ReplicateResponse:
         response = await call.read()
@@ -179,6 +202,8 @@ class Follower:
                 f"it leads in term {claim.term}, but term {known} has begun; look for its leader",
                 term=claim.term,
             )
+        if highest is not None and (claim.term, claim.run_id) == (highest.term, highest.run_id):
+            _check_same_leader(claim, highest)
         check_settings(run.settings_json, self._settings)
         self.claim, self.streaming, self.in_sync = claim, True, False
         logger.info("follows %s, term %d", claim.leader_id, claim.term)
@@ -250,6 +275,16 @@ class Follower:
         if held is None or held < (transfer.record.term, transfer.record.global_step):
             self.record = transfer.record
         self._highest_term = max(self._highest_term, transfer.record.term)
+
+
+def _check_same_leader(claim: Claim, highest: Claim) -> None:
+    if claim.leader_id != highest.leader_id:
+        raise DilocoError(
+            Reason.BAD_CLAIM,
+            f"{claim.leader_id} and {highest.leader_id} both claim term {claim.term}; none is "
+            "followed before one of them leads in a higher term",
+            term=claim.term,
+        )
 
 
 async def _write(call: Call, request: pb.ReplicateRequest) -> None:

@@ -40,11 +40,6 @@ class Outbox:
         self._changed = asyncio.Event()
 
     @property
-    def num_waiting(self) -> int:
-        """Records that wait to be sent."""
-        return len(self._waiting)
-
-    @property
     def closed(self) -> bool:
         """True once nothing more is sent.
 

@@ -220,8 +220,9 @@ class DiskStore:
     def install(self, record: RoundRecord, fragments: Mapping[int, FragmentState]) -> None:
         """See ``RoundStore.install``."""
         assert self._loaded, "load comes before install"
-        assert self.read_run() is not None, "open_run comes before the first record"
         tip = self._tip.record if self._tip else None
+        if tip is None:
+            assert self.read_run() is not None, "open_run comes before the first record"
         changed = check_install(record, fragments, tip=tip, highest_term=self.highest_term())
         if (record.run_id, record.group) != (self._run_id, self._group):
             raise DilocoError(
