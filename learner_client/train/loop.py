@@ -16,6 +16,7 @@ from learner_client.core.connection import Change
 from learner_client.core.leadership import Move
 from learner_client.learner import Learner
 from learner_client.settings import LearnerSettings
+from learner_client.train.applied import AppliedVersions
 from learner_client.train.data import ShardedBatches
 from learner_client.train.device import compute_precision, resolve_device
 from learner_client.train.model import Transformer, token_loss
@@ -72,6 +73,7 @@ class Trainer:
         self._optimizer = build_optimizer(self._model, setup.trainer)
         run = setup.run
         self._clock = ScheduleClock(run.num_fragments / run.sync_interval, float(run.num_fragments))
+        self._applied = AppliedVersions()
         self._num_skipped = 0
 
     def run(self) -> int:
@@ -168,6 +170,7 @@ class Trainer:
         self, learner: Learner, loss: float, num_tokens: int, began: float, computed: float
     ) -> None:
         now = time.perf_counter()
+        status = learner.status
         self._metrics.write(
             "step",
             local_step=learner.local_step,
@@ -177,8 +180,9 @@ class Trainer:
             step_s=now - began,
             compute_s=computed - began,
             overhead_s=now - computed,
-            state="online" if learner.status.online else "offline",
+            state="online" if status.online else "offline",
             incarnation=str(learner.incarnation),
+            applied=self._applied.news(status.versions),
         )
 
     def _moved(self, move: Move) -> None:
