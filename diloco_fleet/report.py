@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from diloco_fleet.goodput import Stepping, measure_stepping
-from diloco_fleet.lineage import lost_rounds
+from diloco_fleet.lineage import (
+    LeaderChange,
+    leader_changes,
+    leaderships,
+    lost_rounds,
+    standing_rounds,
+)
 from diloco_fleet.metrics import (
     EVALUATOR,
     FLEET,
-    SYNCHRONIZER,
     Evaluation,
     Round,
     RunMetrics,
@@ -65,6 +69,7 @@ class Report:
             over the rounds. What a learner fetches when it joins is in it.
         bytes_up: bytes of outer gradients.
         bytes_down: bytes of updates.
+        leader_changes: terms after the first, each with its time without merging.
         restarts: processes started again, all together.
         restarts_by_process: the same by process.
         step_overhead: see ``StepOverhead``.
@@ -93,6 +98,7 @@ class Report:
     bytes_per_parameter_per_sync: float | None
     bytes_up: int
     bytes_down: int
+    leader_changes: tuple[LeaderChange, ...]
     restarts: int
     restarts_by_process: Mapping[str, int]
     step_overhead: StepOverhead | None
@@ -129,9 +135,9 @@ def compute_report(
     stepping = measure_stepping(
         metrics.steps, metrics.rounds, num_learners=num_learners, sessions=sessions
     )
-    rounds = standing_rounds(metrics.rounds)
-    starts = metrics.marks_of(SYNCHRONIZER, "start")
-    num_bytes_up, num_bytes_down = count_bytes(metrics.rounds, [mark.time for mark in starts])
+    terms = leaderships(metrics)
+    rounds = standing_rounds(metrics.rounds, terms)
+    num_bytes_up, num_bytes_down = count_bytes(metrics.rounds)
     tokens = sum(step.num_tokens for records in metrics.steps.values() for step in records)
     seed, last = _first_and_last_evaluation(metrics.evaluations)
     restarts = count_restarts(metrics)
@@ -145,7 +151,7 @@ def compute_report(
         tokens=tokens,
         tokens_merged=round(sum(entry.tokens for entry in rounds) / max(num_fragments, 1)),
         rounds=len(rounds),
-        rounds_lost=len(lost_rounds(metrics.rounds, starts, metrics.steps)),
+        rounds_lost=len(lost_rounds(metrics.rounds, terms, metrics.steps)),
         goodput=stepping.goodput if stepping else None,
         uptime=stepping.uptime if stepping else None,
         window_s=stepping.window_s if stepping else None,
@@ -158,6 +164,7 @@ def compute_report(
         ),
         bytes_up=num_bytes_up,
         bytes_down=num_bytes_down,
+        leader_changes=leader_changes(metrics),
         restarts=sum(restarts.values()),
         restarts_by_process=restarts,
         step_overhead=step_overhead(metrics.steps),
@@ -166,16 +173,6 @@ def compute_report(
         sample=sample,
         problems=metrics.problems,
     )
-
-
-def standing_rounds(rounds: Sequence[Round]) -> list[Round]:
-    """Returns the rounds of the final lineage: of one global step, the last commit counts."""
-    kept: list[Round] = []
-    for entry in rounds:
-        while kept and kept[-1].global_step >= entry.global_step:
-            kept.pop()
-        kept.append(entry)
-    return kept
 
 
 def count_restarts(metrics: RunMetrics) -> dict[str, int]:
@@ -258,22 +255,20 @@ def _contributions(rounds: Sequence[Round]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def count_bytes(rounds: Sequence[Round], starts: Sequence[float]) -> tuple[int, int]:
-    """Returns the bytes up and down over all lives of the synchronizer.
+def count_bytes(rounds: Sequence[Round]) -> tuple[int, int]:
+    """Returns the bytes up and down over all terms.
 
-    Each round names the totals of the life in which it was merged; the last round of a life
-    therefore says what that life moved.
+    Each round names the totals of its term until then; the last round of a term therefore says
+    what that term moved.
 
     Args:
-        rounds: in the order in which they were written.
-        starts: unix times at which a synchronizer started.
+        rounds: those of one term in the order in which they were written.
     """
-    last_of_life: dict[int, Round] = {}
-    ordered = sorted(starts)
-    for entry in rounds:
-        last_of_life[bisect_right(ordered, entry.time)] = entry
-    lives = last_of_life.values()
-    return sum(entry.bytes_up for entry in lives), sum(entry.bytes_down for entry in lives)
+    last_of_term = {entry.term: entry for entry in rounds}.values()
+    return (
+        sum(entry.bytes_up for entry in last_of_term),
+        sum(entry.bytes_down for entry in last_of_term),
+    )
 
 
 def _num_live(rounds: Sequence[Round]) -> int:

@@ -21,7 +21,7 @@ from diloco_fleet.director import Director
 from diloco_fleet.fleet_settings import FleetSettings, Resolved, resolve
 from diloco_fleet.journal import FleetJournal
 from diloco_fleet.local import Bounds, Outcome, Supervisor
-from diloco_fleet.metrics import FLEET, SYNCHRONIZER, last_round
+from diloco_fleet.metrics import FLEET, last_round
 from diloco_fleet.plan import Plan, make_plan
 from diloco_fleet.prepare import existing_run, new_run, write_run
 from diloco_fleet.process import Restart, RestartPolicy
@@ -214,8 +214,8 @@ def _supervise(
 
 
 def is_complete(files: RunFiles, total_global_steps: int) -> bool:
-    """Whether the synchronizer has committed the last global step."""
-    newest = last_round(files.metrics_of(SYNCHRONIZER))
+    """Whether a synchronizer has committed the last global step."""
+    newest = last_round(files.metrics)
     return newest is not None and 0 < total_global_steps <= newest.global_step
 
 
