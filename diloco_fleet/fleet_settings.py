@@ -53,11 +53,14 @@ class FleetSettings:
     redis: str | None = _setting(
         None, "redis://HOST:PORT for the membership; in memory if none", secret=True
     )
+    standby: bool = _setting(
+        False, "a second synchronizer that takes over; needs --redis, or redis-server on PATH"
+    )
     device: str = _setting("auto", "auto, cpu, cuda (learner i uses cuda:(i mod n)) or cuda:0")
     evaluate_every: int = _setting(
         50, "global steps between two evaluations; often costs a core, seldom draws a coarse curve"
     )
-    port: int = _setting(0, "port of the synchronizer on 127.0.0.1; 0 takes a free one")
+    port: int = _setting(0, "port of the (first) synchronizer on 127.0.0.1; 0 takes a free one")
     drain_s: float = _setting(30.0, "seconds from asking a process to stop to killing it")
     finish_s: float = _setting(
         300.0, "seconds that the last learners and the evaluator get after the first has finished"

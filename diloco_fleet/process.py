@@ -57,7 +57,8 @@ class ProcessSpec:
     """What to start.
 
     Attributes:
-        name: ``synchronizer``, ``evaluator`` or ``learner-0`` and so on.
+        name: ``synchronizer``, ``evaluator``, ``learner-0`` and so on; with a standby
+            ``synchronizer-0``, ``synchronizer-1`` and ``redis``.
         command: program and arguments.
         log: file to which its output is appended.
         environment: its whole environment.

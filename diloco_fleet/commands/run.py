@@ -29,6 +29,7 @@ from diloco_fleet.report_text import summary_lines
 from diloco_fleet.reporting import make_report
 from diloco_fleet.run_files import RUNS_FOLDER, RunFiles, hold_run, new_run_id, refuse_running
 from diloco_fleet.screen import Screen, open_screen
+from diloco_fleet.standby import write_standby
 from diloco_fleet.status import StatusPoller
 from learner_client.train.presets import PRESETS
 from learner_client.train.settings import TrainSettings
@@ -41,10 +42,11 @@ _RUN_FLAGS = (
     "merge",
     "codec_up",
     "codec_down",
+    "replication",
 )
 _FLEET_FLAGS = (
     *("data", "pace", "slow_learner", "restart", "max_restarts"),
-    *("redis", "device", "evaluate_every", "port"),
+    *("redis", "standby", "device", "evaluate_every", "port"),
 )
 
 _TRAINER = TrainSettings()
@@ -106,9 +108,9 @@ def command(
 ) -> int:
     """Train a model with a whole fleet on this machine.
 
-    Starts a synchronizer, an evaluator and the learners, restarts what dies, shows what happens,
-    and leaves the model, the figures and a picture in the run directory. Ctrl-C drains, a second
-    one kills.
+    Starts a synchronizer (with --standby two, and a Redis for them to meet on), an evaluator and
+    the learners, restarts what dies, shows what happens, and leaves the model, the figures and a
+    picture in the run directory. Ctrl-C drains, a second one kills.
 
     A setting comes from its flag, else from the variable DILOCO_..., else from the file, else
     it has its default. Settings without a flag go into the file.
@@ -117,6 +119,8 @@ def command(
     with prepare(config, run_dir, flags) as (files, settings):
         plan = make_plan(settings, files, os.environ, log_format=log_format)
         resolved = write_run(files, settings)
+        if plan.redis is not None:
+            write_standby(files, plan.redis)
     return _run(files, resolved, plan)
 
 
@@ -155,11 +159,14 @@ def _run(files: RunFiles, resolved: Resolved, plan: Plan) -> int:
     screen = open_screen(console, click.echo)
     journal = FleetJournal(files.metrics_of(FLEET), screen.say)
     fleet = resolved.fleet.value
+    poller = StatusPoller(plan.address)
     supervisor = Supervisor(
         files=files,
         run_id=resolved.run.value.run_id,
         address=plan.address,
-        synchronizer=plan.synchronizer,
+        synchronizers=plan.synchronizers,
+        redis=plan.redis.process if plan.redis is not None else None,
+        leader=lambda: plan.synchronizer_at(poller.snapshot().leader),
         evaluator=plan.evaluator,
         learners=plan.learners,
         policy=RestartPolicy(restart=Restart(fleet.restart), max_restarts=fleet.max_restarts),
@@ -173,6 +180,7 @@ def _run(files: RunFiles, resolved: Resolved, plan: Plan) -> int:
             resolved=resolved,
             plan=plan,
             supervisor=supervisor,
+            poller=poller,
             screen=screen,
             journal=journal,
         )
@@ -189,6 +197,7 @@ def _supervise(
     resolved: Resolved,
     plan: Plan,
     supervisor: Supervisor,
+    poller: StatusPoller,
     screen: Screen,
     journal: FleetJournal,
 ) -> Outcome:
@@ -197,7 +206,7 @@ def _supervise(
     journal.record("start", address=plan.address, pid=os.getpid())
     with ExitStack() as stack:
         stack.enter_context(_stop_signals(supervisor))
-        poller = stack.enter_context(StatusPoller(plan.address))
+        stack.enter_context(poller)
         stack.enter_context(screen)
         director = Director(
             files=files,
