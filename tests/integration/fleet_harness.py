@@ -13,10 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fault_script import FaultScript
+from redis import Redis
+
 from decoupled_diloco.errors import DilocoError, Reason
+from diloco_fleet.metrics import RunMetrics, read_metrics
 from diloco_fleet.plain import to_plain
 from diloco_fleet.run_files import FleetFile, RunFiles, read_fleet
-from diloco_fleet.status import StatusClient
+from diloco_fleet.status import LEADING, StatusClient, who_leads
 
 T = TypeVar("T")
 
@@ -115,14 +119,26 @@ class Fleet:
         folder: takes the settings and the run directory.
         *arguments: of ``diloco run``.
         settings: content of the settings file; `small` without it.
+        standby: True for two synchronizers and a Redis of the fleet's own.
+        faults: script of faults for its processes.
     """
 
-    def __init__(self, folder: Path, *arguments: str, settings: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        settings: str | None = None,
+        standby: bool = False,
+        faults: FaultScript | None = None,
+    ) -> None:
         self.files = RunFiles((folder / "run").resolve())
         self.output = folder / "output.txt"
         self._config = folder / "fleet.toml"
         self._config.write_text(small() if settings is None else settings)
         self._popen: subprocess.Popen[bytes] | None = None
+        self._environment = {**os.environ, **(faults.environment() if faults else {})}
+        self.synchronizers = ("synchronizer-0", "synchronizer-1") if standby else ("synchronizer",)
+        arguments = (*arguments, "--standby") if standby else arguments
         self.start("--config", str(self._config), *arguments)
 
     def start(self, *arguments: str) -> None:
@@ -132,7 +148,11 @@ class Fleet:
         command += ["--run-dir", str(self.files.root), *arguments]
         with self.output.open("ab") as output:
             self._popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
             )
 
     @contextmanager
@@ -182,8 +202,17 @@ class Fleet:
         return [line for line in lines if not kinds or line["kind"] in kinds]
 
     def rounds(self) -> Lines:
-        """Committed rounds in the order in which they were written."""
-        return self.lines("synchronizer", "round")
+        """Committed rounds of all synchronizers in the order in which they were written."""
+        return self.synchronizer_lines("round")
+
+    def synchronizer_lines(self, *kinds: str) -> Lines:
+        """Metrics lines of all synchronizers in the order in which they were written."""
+        lines = [line for name in self.synchronizers for line in self.lines(name, *kinds)]
+        return sorted(lines, key=lambda line: float(line["time"]))
+
+    def metrics(self) -> RunMetrics:
+        """Everything that was written so far, as the report reads it."""
+        return read_metrics(self.files.metrics)
 
     def steps(self, index: int) -> Lines:
         """Inner steps of a learner."""
@@ -215,6 +244,39 @@ class Fleet:
         assert isinstance(plain, dict)
         return plain
 
+    def roles(self) -> dict[str, str]:
+        """Role of every synchronizer by name: leading, following, waiting or away."""
+        client = StatusClient(self.state().address)
+        try:
+            seen = client.look()
+        except DilocoError as error:
+            if error.reason is not Reason.UNAVAILABLE:
+                raise
+            return dict.fromkeys(self.synchronizers, "away")
+        finally:
+            client.close()
+        leading = who_leads(seen)
+        return {
+            name: "deposed" if entry.role == LEADING and entry is not leading else entry.role
+            for name, entry in zip(self.synchronizers, seen, strict=True)
+        }
+
+    def leader(self) -> str | None:
+        """Name of the synchronizer that leads; None while none does."""
+        return self._of_role(LEADING)
+
+    def follower(self) -> str | None:
+        """Name of a synchronizer that follows; None while none does."""
+        return self._of_role("following")
+
+    def _of_role(self, role: str) -> str | None:
+        return next((name for name, found in self.roles().items() if found == role), None)
+
+    def in_sync(self) -> bool:
+        """Whether a take-over now would lose nothing: a standby is in sync, says the leader."""
+        replication = self.status().get("replication") or {}
+        return any(entry["in_sync"] for entry in replication.get("replicas", ()))
+
     def report(self) -> dict[str, Any]:
         """Content of ``report.json``."""
         report: dict[str, Any] = json.loads((self.files.root / "report.json").read_text())
@@ -233,6 +295,29 @@ class Fleet:
         assert pid in self.pids(), f"{name} is not this fleet's"
         now = time.time()
         os.kill(pid, number)
+        return now
+
+    def freeze(self, name: str) -> float:
+        """Stops a process where it stands; returns the unix time just before."""
+        return self.kill(name, signal.SIGSTOP)
+
+    def thaw(self, name: str) -> float:
+        """Lets a frozen process go on; returns the unix time just before."""
+        return self.kill(name, signal.SIGCONT)
+
+    def redis(self) -> Redis:
+        """A client of the fleet's own Redis; its process is called ``redis``."""
+        lines = self.files.redis_config.read_text().splitlines()
+        config = dict(line.split(" ", 1) for line in lines)
+        return Redis(
+            port=int(config["port"]), password=config["requirepass"], socket_timeout=PATIENCE_S
+        )
+
+    def empty_redis(self) -> float:
+        """Takes everything out of the fleet's Redis; returns the unix time just before."""
+        now = time.time()
+        with self.redis() as client:
+            client.flushall()
         return now
 
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
@@ -260,15 +345,19 @@ class Fleet:
 
 
 def _pids_naming(word: str) -> Iterator[int]:
-    """Processes with a word in their command line; a zombie has no command line."""
+    """Processes with a word in their command line or that work below a folder of that name.
+
+    A zombie has neither; a redis-server writes a command line of its own.
+    """
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
         try:
             command = (folder / "cmdline").read_bytes().decode(errors="replace")
+            place = str((folder / "cwd").readlink())
         except OSError:
             continue
-        if word in command:
+        if word in command or Path(place).is_relative_to(word):
             yield int(folder.name)
 
 
