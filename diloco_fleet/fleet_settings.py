@@ -50,6 +50,9 @@ class FleetSettings:
     max_restarts: int = _setting(
         10, "give up on a process after so many short lives in a row; too low loses it to bad luck"
     )
+    restart_wait_s: float = _setting(
+        15.0, "longest wait before a process that keeps dying is started again; waits double to it"
+    )
     redis: str | None = _setting(
         None, "redis://HOST:PORT for the membership; in memory if none", secret=True
     )
@@ -77,6 +80,7 @@ class FleetSettings:
             ("max_restarts", 0, 1_000_000),
             ("evaluate_every", 1, 1_000_000_000),
             ("port", 0, 65535),
+            ("restart_wait_s", 0.1, 86400.0),
             ("drain_s", 0.1, 86400.0),
             ("finish_s", 0.1, 86400.0),
         ):

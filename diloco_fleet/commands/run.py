@@ -169,7 +169,11 @@ def _run(files: RunFiles, resolved: Resolved, plan: Plan) -> int:
         leader=lambda: plan.synchronizer_at(poller.snapshot().leader),
         evaluator=plan.evaluator,
         learners=plan.learners,
-        policy=RestartPolicy(restart=Restart(fleet.restart), max_restarts=fleet.max_restarts),
+        policy=RestartPolicy(
+            restart=Restart(fleet.restart),
+            max_restarts=fleet.max_restarts,
+            max_wait_s=fleet.restart_wait_s,
+        ),
         bounds=Bounds(drain_s=fleet.drain_s, finish_s=fleet.finish_s),
         journal=journal,
         is_complete=lambda: is_complete(files, resolved.run.value.total_global_steps),

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import os
+import threading
 import time
 
 import torch
@@ -24,6 +25,7 @@ from learner_client.train.optimizer import build_optimizer, set_learning_rate
 from learner_client.train.schedule import learning_rate_at
 from learner_client.train.setup import Setup, load_setup
 from learner_client.train.stopping import StopRequest
+from learner_client.transport.calls import num_calls
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ class Trainer:
             on_move=self._moved,
         )
         with learner:
+            before = num_calls(), num_calls(threading.get_ident())
             self._metrics.write(
                 "joined",
                 incarnation=str(learner.incarnation),
@@ -100,7 +103,13 @@ class Trainer:
                 shard=learner.shard,
             )
             self._train(learner)
-        self._metrics.write("stop", local_step=learner.local_step, finished=learner.finished)
+        self._metrics.write(
+            "stop",
+            local_step=learner.local_step,
+            finished=learner.finished,
+            network_calls=num_calls() - before[0],
+            network_calls_in_training=num_calls(threading.get_ident()) - before[1],
+        )
         overhead = learner.overhead
         logger.info(
             "%d steps; inside learner.step: median %.2f ms, p99 %.2f ms, %.2f %% of the loop",

@@ -136,7 +136,10 @@ class Fleet:
         self._config = folder / "fleet.toml"
         self._config.write_text(small() if settings is None else settings)
         self._popen: subprocess.Popen[bytes] | None = None
-        self._environment = {**os.environ, **(faults.environment() if faults else {})}
+        # The tests' redis-server lies beside their Python.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        self._environment = {**os.environ, "PATH": path}
+        self._environment |= faults.environment() if faults else {}
         self.synchronizers = ("synchronizer-0", "synchronizer-1") if standby else ("synchronizer",)
         arguments = (*arguments, "--standby") if standby else arguments
         self.start("--config", str(self._config), *arguments)
