@@ -42,8 +42,8 @@ class FaultPoint(StrEnum):
     MID_WATCH = "mid_watch"
     """Synchronizer: half of an update is sent. Learner: half of it has come."""
     MID_REPLICATE = "mid_replicate"
-    """Leader: a round is sent to the standby and not acknowledged. Standby: it is here and not
-    durable."""
+    """Leader: the record of a round is sent to a standby, its tensors are not. Standby: a round is
+    here and not durable."""
     BEFORE_ACKNOWLEDGE = "before_acknowledge"
     """Standby: a round is durable and the leader does not know."""
     MID_TAKEOVER = "mid_takeover"
