@@ -12,12 +12,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from fleet_view import FleetView, read_lines
 
 from decoupled_diloco.fault_points import VARIABLE, Fault, FaultAction, FaultPoint, Faults
-
-if TYPE_CHECKING:
-    from fleet_harness import Fleet
 
 
 class FaultScript:
@@ -69,15 +68,13 @@ class FaultScript:
 
     def hits(self) -> list[dict[str, Any]]:
         """What has happened: name, time, point, action, process and pid, in order."""
-        from fleet_harness import read_lines
-
         return read_lines(self.log)
 
     def hit(self, fault: Fault) -> dict[str, Any] | None:
         """What was written down of a fault; None while it has not happened."""
         return next((line for line in self.hits() if line["name"] == fault.name), None)
 
-    def strike(self, fleet: Fleet, fault: Fault, process: str = "") -> dict[str, Any]:
+    def strike(self, fleet: FleetView, fault: Fault, process: str = "") -> dict[str, Any]:
         """Arms a fault and waits until it has happened."""
         self.arm(fault, process)
         return fleet.wait_until(lambda: self.hit(fault), f"fault {fault.name} to be hit")
