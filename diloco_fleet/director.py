@@ -19,7 +19,7 @@ class Director:
     Args:
         files: the run directory.
         run_id: id of the run.
-        address: of the synchronizer.
+        address: of the synchronizer; of several, separated by commas.
         supervisor: tells the state of the processes.
         poller: tells what the synchronizer sees.
         screen: is fed.
@@ -70,6 +70,7 @@ class Director:
                 process.name: (process.state.value, process.num_restarts)
                 for process in self._supervisor.processes
             },
+            synchronizers=snapshot.synchronizers,
         )
 
     def _note_layout(self) -> None:

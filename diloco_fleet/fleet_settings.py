@@ -50,14 +50,20 @@ class FleetSettings:
     max_restarts: int = _setting(
         10, "give up on a process after so many short lives in a row; too low loses it to bad luck"
     )
+    restart_wait_s: float = _setting(
+        15.0, "longest wait before a process that keeps dying is started again; waits double to it"
+    )
     redis: str | None = _setting(
         None, "redis://HOST:PORT for the membership; in memory if none", secret=True
+    )
+    standby: bool = _setting(
+        False, "a second synchronizer that takes over; needs --redis, or redis-server on PATH"
     )
     device: str = _setting("auto", "auto, cpu, cuda (learner i uses cuda:(i mod n)) or cuda:0")
     evaluate_every: int = _setting(
         50, "global steps between two evaluations; often costs a core, seldom draws a coarse curve"
     )
-    port: int = _setting(0, "port of the synchronizer on 127.0.0.1; 0 takes a free one")
+    port: int = _setting(0, "port of the (first) synchronizer on 127.0.0.1; 0 takes a free one")
     drain_s: float = _setting(30.0, "seconds from asking a process to stop to killing it")
     finish_s: float = _setting(
         300.0, "seconds that the last learners and the evaluator get after the first has finished"
@@ -74,6 +80,7 @@ class FleetSettings:
             ("max_restarts", 0, 1_000_000),
             ("evaluate_every", 1, 1_000_000_000),
             ("port", 0, 65535),
+            ("restart_wait_s", 0.1, 86400.0),
             ("drain_s", 0.1, 86400.0),
             ("finish_s", 0.1, 86400.0),
         ):

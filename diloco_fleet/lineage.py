@@ -1,85 +1,156 @@
-"""Which committed rounds stand at the end, and which did a learner apply in vain."""
+"""Which committed rounds stand at the end, which did a learner apply in vain, and who led when.
+
+A term of leadership begins with the ``start`` that its synchronizer writes down: the global step
+that it names is where the term goes on. Whatever an earlier term committed beyond that is not on
+the final lineage, in whichever order of time it was written.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from diloco_fleet.metrics import Mark, Round, Step
+from diloco_fleet.metrics import FLEET, Applied, Round, RunMetrics, Step, is_synchronizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leadership:
+    """The beginning of a term.
+
+    Attributes:
+        term: the term, from 1.
+        time: unix time.
+        synchronizer: name of the process that leads.
+        global_step: the last global step on which the term rests.
+    """
+
+    term: int
+    time: float
+    synchronizer: str
+    global_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderChange:
+    """A term that followed another one: a take-over, or the restart of the only synchronizer.
+
+    Attributes:
+        term: the new term.
+        time: unix time at which it began.
+        synchronizer: name of the process that leads.
+        global_step: the last global step on which the term rests.
+        without_merging_s: from the last round before to the first round of this term, or from the
+            start of the fleet where that lies between; None where this term merged nothing.
+    """
+
+    term: int
+    time: float
+    synchronizer: str
+    global_step: int
+    without_merging_s: float | None
+
+
+def leaderships(metrics: RunMetrics) -> tuple[Leadership, ...]:
+    """Returns the terms of a run in order."""
+    found = [
+        Leadership(
+            term=mark.values["term"],
+            time=mark.time,
+            synchronizer=process,
+            global_step=mark.values["global_step"],
+        )
+        for process in metrics.marks
+        if is_synchronizer(process)
+        for mark in metrics.marks_of(process, "start")
+        if _is_count(mark.values.get("term")) and _is_count(mark.values.get("global_step"))
+    ]
+    return tuple(sorted(found, key=lambda leadership: leadership.term))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def standing_rounds(rounds: Iterable[Round], terms: Sequence[Leadership]) -> list[Round]:
+    """Returns the rounds of the final lineage, by global step.
+
+    Args:
+        rounds: committed rounds, those of one term in the order in which they were written.
+        terms: the terms of the run.
+    """
+    limits: dict[int, int] = {entry.term: entry.global_step for entry in terms}
+    kept: list[Round] = []
+    for entry in sorted(rounds, key=lambda entry: entry.term):
+        for term in [term for term in limits if term <= entry.term]:
+            _cut(kept, limits.pop(term))
+        _cut(kept, entry.global_step - 1)
+        kept.append(entry)
+    for limit in limits.values():
+        _cut(kept, limit)
+    return kept
+
+
+def _cut(rounds: list[Round], limit: int) -> None:
+    """Drops the rounds beyond a global step."""
+    while rounds and rounds[-1].global_step > limit:
+        rounds.pop()
 
 
 def lost_rounds(
-    rounds: Sequence[Round], starts: Sequence[Mark], steps: Mapping[str, Sequence[Step]]
+    rounds: Sequence[Round], terms: Sequence[Leadership], steps: Mapping[str, Sequence[Step]]
 ) -> set[tuple[int, int]]:
     """Rounds that a learner applied and that are not on the final lineage (design section 4).
 
-    Rounds commit in order, so the lineage is a line that only grows, except where a
-    synchronizer starts from an older state. A commit of global step t is therefore off the
-    final lineage when a later record commits t or less again, or when a synchronizer starts
-    with a global step below t. A learner applied t when a step record of it names t; of several
-    commits of one t, the one meant is the newest before the end of that step. A round that was
-    applied and has no record (its line was lost with the process that was about to write it)
-    stands when a later round does: rounds are persisted in order, and before a learner can hear
-    of them.
+    A version that was applied and has no record (its line was lost with the process that was about
+    to write it) stands when a later round or term rests on it: rounds are persisted in order, and
+    before a learner can hear of them.
 
     Args:
-        rounds: committed rounds in the order in which they were written.
-        starts: ``start`` marks of the synchronizer; ``global_step`` in them is used if given.
+        rounds: committed rounds.
+        terms: the terms of the run.
         steps: step records of every learner.
 
     Returns:
-        Pairs of global step and number of the commit of that step, from 0.
+        Pairs of term and global step.
     """
-    events = _in_order(rounds, starts)
-    standing = _standing(events)
-    commits: dict[int, list[tuple[float, bool]]] = defaultdict(list)
-    for (time, global_step, is_commit), stands in zip(events, standing, strict=True):
-        if is_commit:
-            commits[global_step].append((time, stands))
-    head = events[-1][1] if events else 0
-    lost = set()
-    for global_step, time in _applied(steps):
-        known = commits.get(global_step)
-        if known is None:
-            if global_step > head:
-                lost.add((global_step, 0))
-            continue
-        index = max(bisect_right([when for when, _ in known], time) - 1, 0)
-        if not known[index][1]:
-            lost.add((global_step, index))
-    return lost
+    standing = {entry.global_step: entry for entry in standing_rounds(rounds, terms)}
+    head = max([*standing, *(entry.global_step for entry in terms)], default=0)
+
+    def is_lost(applied: Applied) -> bool:
+        later = [entry.global_step for entry in terms if entry.term > applied.term]
+        if applied.global_step > min([head, *later]):
+            return True
+        record = standing.get(applied.global_step)
+        return record is not None and (
+            record.term != applied.term or (bool(record.digest) and record.digest != applied.digest)
+        )
+
+    return {
+        (applied.term, applied.global_step)
+        for records in steps.values()
+        for record in records
+        for applied in record.applied
+        if applied.global_step > 0 and is_lost(applied)
+    }
 
 
-def _in_order(rounds: Sequence[Round], starts: Sequence[Mark]) -> list[tuple[float, int, bool]]:
-    """Time, global step of the lineage's head, and "is a commit", in the order of time."""
-    events = [(entry.time, entry.global_step, True) for entry in rounds]
-    events += [
-        (mark.time, int(mark.values["global_step"]), False)
-        for mark in starts
-        if isinstance(mark.values.get("global_step"), int)
-    ]
-    return sorted(events, key=lambda event: event[0])
-
-
-def _standing(events: Sequence[tuple[float, int, bool]]) -> list[bool]:
-    """Whether each event's head is still below everything that came later."""
-    standing = []
-    lowest_possible: float = float("inf")
-    for _, global_step, is_commit in reversed(events):
-        standing.append(global_step <= lowest_possible)
-        # A commit of t rests on t - 1; a start at t rests on t itself.
-        lowest_possible = min(lowest_possible, global_step - 1 if is_commit else global_step)
-    return standing[::-1]
-
-
-def _applied(steps: Mapping[str, Sequence[Step]]) -> set[tuple[int, float]]:
-    """Global step and time of the first record of it, for every run of equal global steps."""
-    applied = set()
-    for records in steps.values():
-        previous: int | None = None
-        for record in records:
-            if record.global_step != previous and record.global_step > 0:
-                applied.add((record.global_step, record.time))
-            previous = record.global_step
-    return applied
+def leader_changes(metrics: RunMetrics) -> tuple[LeaderChange, ...]:
+    """Returns the terms after the first, and for how long each left the fleet without merges."""
+    sessions = [mark.time for mark in metrics.marks_of(FLEET, "start")]
+    changes = []
+    for entry in leaderships(metrics)[1:]:
+        before = [x.time for x in metrics.rounds if x.term < entry.term]
+        after = [x.time for x in metrics.rounds if x.term == entry.term]
+        since = max(
+            [*before, *(time for time in sessions if time < entry.time)], default=entry.time
+        )
+        changes.append(
+            LeaderChange(
+                term=entry.term,
+                time=entry.time,
+                synchronizer=entry.synchronizer,
+                global_step=entry.global_step,
+                without_merging_s=max(min(after) - since, 0.0) if after else None,
+            )
+        )
+    return tuple(changes)

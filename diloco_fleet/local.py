@@ -27,8 +27,8 @@ from decoupled_diloco.errors import (
 from diloco_fleet.journal import FleetJournal
 from diloco_fleet.process import Process, ProcessSpec, RestartPolicy, State, describe_exit
 from diloco_fleet.run_files import FleetFile, RunFiles
+from diloco_fleet.stages import KILL_WAIT_S, Stage, Step, told
 
-_KILL_WAIT_S: Final = 10.0
 _AS_TOLD: Final = (EXIT_OK, EXIT_DRAINED, -signal.SIGTERM)
 """Exit codes of a process that did what SIGTERM asks for."""
 
@@ -72,29 +72,22 @@ class Outcome:
     error: DilocoError | None = None
 
 
-@dataclass(slots=True)
-class _Stage:
-    """Processes to see the end of, and what to do about those that take too long."""
-
-    processes: list[Process]
-    escalation: list[tuple[signal.Signals | None, float]]
-    deadline: float | None = None
-
-
 class Supervisor:
     """Runs the processes of one fleet.
 
     Args:
         files: the run directory.
         run_id: id of the run.
-        address: where the synchronizer listens.
-        synchronizer: its process; a run cannot go on without.
+        address: where the synchronizers listen, separated by commas.
+        synchronizers: their processes; a run cannot go on without any.
         evaluator: its process; it ends by itself after the last global step.
         learners: their processes; they end by themselves after the last global step.
         policy: when to start a process again.
         bounds: of the end.
         journal: takes what happens.
         is_complete: says whether the last global step has been committed.
+        redis: what synchronizers with a standby meet on; its death stops nothing.
+        leader: name of the synchronizer that leads, where that is known.
         clock: monotonic, seconds.
     """
 
@@ -104,28 +97,32 @@ class Supervisor:
         files: RunFiles,
         run_id: str,
         address: str,
-        synchronizer: ProcessSpec,
+        synchronizers: Sequence[ProcessSpec],
         evaluator: ProcessSpec,
         learners: Sequence[ProcessSpec],
         policy: RestartPolicy,
         bounds: Bounds,
         journal: FleetJournal,
         is_complete: Callable[[], bool],
+        redis: ProcessSpec | None = None,
+        leader: Callable[[], str | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.phase = Phase.RUNNING
         self._files = files
         self._run_id = run_id
         self._address = address
-        self._synchronizer = Process(synchronizer, policy, files.root)
+        self._redis = [Process(redis, policy, files.root)] if redis is not None else []
+        self._synchronizers = [Process(spec, policy, files.root) for spec in synchronizers]
         self._evaluator = Process(evaluator, policy, files.root)
         self._learners = [Process(spec, policy, files.root) for spec in learners]
         self._bounds = bounds
         self._journal = journal
         self._is_complete = is_complete
+        self._leader = leader
         self._clock = clock
         self._started = time.time()
-        self._stages: list[_Stage] = []
+        self._stages: list[Stage] = []
         self._num_requests = 0
         self._error: DilocoError | None = None
         self._killed = False
@@ -134,7 +131,7 @@ class Supervisor:
     @property
     def processes(self) -> list[Process]:
         """Every process, in the order in which they are started."""
-        return [self._synchronizer, self._evaluator, *self._learners]
+        return [*self._redis, *self._synchronizers, self._evaluator, *self._learners]
 
     def request_stop(self) -> None:
         """Asks for a drain; asked again, kills. Safe in a signal handler."""
@@ -225,8 +222,8 @@ class Supervisor:
 
     def _check_progress(self) -> None:
         """Notices that the run is complete or cannot go on."""
-        if self._synchronizer.ended:
-            self._fail(self._synchronizer)
+        if all(process.ended for process in self._synchronizers):
+            self._fail(self._synchronizers[0])
         elif any(learner.state is State.DONE for learner in self._learners):
             self._finish()
         elif all(learner.ended for learner in self._learners):
@@ -239,12 +236,8 @@ class Supervisor:
 
     def _finish(self) -> None:
         self.phase = Phase.FINISHING
-        by_itself = (None, self._bounds.finish_s)
-        self._stages = [
-            _Stage(self._learners, [by_itself, *self._told()]),
-            _Stage([self._evaluator], [by_itself, *self._told()]),
-            _Stage([self._synchronizer], self._told()),
-        ]
+        by_itself: Step = (None, self._bounds.finish_s)
+        self._end_with(learners=[by_itself, *self._told()], evaluator=[by_itself, *self._told()])
 
     def _hurry(self) -> None:
         """Ends a complete run as soon as the model is there."""
@@ -253,49 +246,45 @@ class Supervisor:
             "drain",
             "the run is complete: learners leave, the evaluator exports the model; once more kills",
         )
-        self._stages = [
-            _Stage(self._learners, self._told()),
-            _Stage([self._evaluator], [(None, self._bounds.drain_s), *self._told()]),
-            _Stage([self._synchronizer], self._told()),
-        ]
+        wait: Step = (None, self._bounds.drain_s)
+        self._end_with(learners=self._told(), evaluator=[wait, *self._told()])
 
     def _drain(self, sentence: str) -> None:
         self.phase = Phase.DRAINING
         self._journal.record("drain", sentence)
-        groups = [self._learners, [self._evaluator], [self._synchronizer]]
-        self._stages = [_Stage(group, self._told()) for group in groups]
+        self._end_with(learners=self._told(), evaluator=self._told())
 
-    def _told(self) -> list[tuple[signal.Signals | None, float]]:
-        """The escalation of a stage whose processes are told to stop."""
-        return [(signal.SIGTERM, self._bounds.drain_s), (signal.SIGKILL, _KILL_WAIT_S)]
+    def _end_with(self, *, learners: list[Step], evaluator: list[Step]) -> None:
+        """Learners, evaluator, synchronizers and last what these meet on; who leads goes last."""
+        self._stages = [
+            Stage(lambda: self._learners, learners),
+            Stage(lambda: [self._evaluator], evaluator),
+            Stage(self._followers, self._told()),
+            Stage(lambda: self._synchronizers, self._told()),
+            Stage(lambda: self._redis, self._told()),
+        ]
+
+    def _followers(self) -> list[Process]:
+        """Synchronizers that may go first: all but who leads, where it is known who does."""
+        leader = self._leader()
+        others = [process for process in self._synchronizers if process.name != leader]
+        return others if len(others) < len(self._synchronizers) else []
+
+    def _told(self) -> list[Step]:
+        return told(self._bounds.drain_s)
 
     def _advance(self, now: float) -> None:
         """Goes on with the current stage, and to the next ones as far as they are over."""
         while self._stages:
-            stage = self._stages[0]
-            # What waits for its restart ends here once it has been told to stop.
-            if stage.deadline is None or now >= stage.deadline:
-                self._escalate(stage, now)
-            if not all(process.ended for process in stage.processes):
+            if not self._stages[0].advance(now, lambda what: self._journal.record("late", what)):
                 return
             self._stages.pop(0)
         self.phase = Phase.ENDED
 
-    def _escalate(self, stage: _Stage, now: float) -> None:
-        number, bound_s = stage.escalation.pop(0) if stage.escalation else (signal.SIGKILL, 1.0)
-        late = [process for process in stage.processes if not process.ended]
-        if stage.deadline is not None and late:
-            names = ", ".join(process.name for process in late)
-            self._journal.record("late", f"{names} took too long: {number or 'waiting'}")
-        stage.deadline = now + bound_s
-        if number is not None:
-            for process in late:
-                process.stop(number)
-
     def _kill_rest(self) -> None:
         for process in self.processes:
             process.stop(signal.SIGKILL)
-        give_up = time.monotonic() + _KILL_WAIT_S
+        give_up = time.monotonic() + KILL_WAIT_S
         while time.monotonic() < give_up:
             for process in self.processes:
                 process.poll(self._clock())

@@ -14,11 +14,35 @@ from pathlib import Path
 from typing import Any, Final
 
 SYNCHRONIZER: Final = "synchronizer"
+"""The only synchronizer of a fleet; with a standby, a dash and a number follow."""
+
 EVALUATOR: Final = "evaluator"
 FLEET: Final = "fleet"
 
 _MAX_PROBLEMS_PER_FILE = 5
 _TAIL_BYTES: Final = 4096
+
+
+def is_synchronizer(process: str) -> bool:
+    """Says whether a process of this name is a synchronizer."""
+    return process == SYNCHRONIZER or process.startswith(SYNCHRONIZER + "-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """A version that a learner wrote into its model.
+
+    Attributes:
+        fragment: the fragment.
+        term: term of the version.
+        global_step: global step of the version; 0 for the seed.
+        digest: digest of the published copy, hex.
+    """
+
+    fragment: int
+    term: int
+    global_step: int
+    digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +57,7 @@ class Step:
         step_s: the whole iteration of the loop, seconds.
         overhead_s: of it, time inside ``learner.step``.
         life: counts the lives of the learner's process, from 0.
+        applied: versions that were new in the model at its end.
     """
 
     time: float
@@ -42,6 +67,7 @@ class Step:
     step_s: float
     overhead_s: float
     life: int
+    applied: tuple[Applied, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +82,11 @@ class Round:
         live: learners that were live.
         tokens: tokens of the contributions, for this fragment.
         measured_h: inner steps since the last merge of the fragment, mean over contributors.
-        bytes_up: bytes of outer gradients, all since the synchronizer was started.
-        bytes_down: bytes of updates, all since the synchronizer was started.
+        bytes_up: bytes of outer gradients, all since the term began.
+        bytes_down: bytes of updates, all since the term began.
+        term: term in which it was committed; 0 where that was not written down.
+        digest: digest of the published copy that it made, hex; empty where not written down.
+        synchronizer: name of the process that committed it.
     """
 
     time: float
@@ -69,6 +98,9 @@ class Round:
     measured_h: float | None
     bytes_up: int
     bytes_down: int
+    term: int = 0
+    digest: str = ""
+    synchronizer: str = SYNCHRONIZER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +139,7 @@ class RunMetrics:
 
     Attributes:
         steps: inner steps of every learner, in the order of its file.
-        rounds: committed rounds, in the order of the file.
+        rounds: committed rounds by term, those of one term in the order of the file.
         evaluations: in the order of the file.
         marks: of every process (and of the supervisor, ``fleet``), in the order of its file.
         problems: what could not be read, for people.
@@ -146,9 +178,13 @@ def last_evaluation(path: Path) -> Evaluation | None:
     return evaluations[-1] if evaluations else None
 
 
-def last_round(path: Path) -> Round | None:
-    """Returns the newest committed round in a metrics file; None without any near its end."""
-    rounds = parse_metrics({SYNCHRONIZER: _tail(path)}).rounds
+def last_round(folder: Path) -> Round | None:
+    """Returns the newest committed round of the highest term in the metrics of a run.
+
+    None without any near the end of the synchronizers' files.
+    """
+    paths = [path for path in folder.glob(f"{SYNCHRONIZER}*.jsonl") if is_synchronizer(path.stem)]
+    rounds = parse_metrics({path.stem: _tail(path) for path in paths}).rounds
     return rounds[-1] if rounds else None
 
 
@@ -186,7 +222,7 @@ def parse_metrics(texts: Mapping[str, str]) -> RunMetrics:
         problems += parser.summary()
     return RunMetrics(
         steps=steps,
-        rounds=tuple(rounds),
+        rounds=tuple(sorted(rounds, key=lambda entry: entry.term)),
         evaluations=tuple(evaluations),
         marks=marks,
         problems=tuple(problems),
@@ -225,7 +261,7 @@ class _FileParser:
         if kind == "step":
             self.steps.append(_step(values, self._life))
         elif kind == "round":
-            self.rounds.append(_round(values))
+            self.rounds.append(_round(values, self.process))
         elif kind == "evaluation":
             self.evaluations.append(
                 Evaluation(
@@ -256,10 +292,14 @@ def _step(values: dict[str, Any], life: int) -> Step:
         step_s=_finite(values["step_s"]),
         overhead_s=_finite(values["overhead_s"]),
         life=life,
+        applied=tuple(
+            Applied(fragment=int(p), term=int(term), global_step=int(t), digest=str(digest))
+            for p, term, t, digest in values.get("applied", ())
+        ),
     )
 
 
-def _round(values: dict[str, Any]) -> Round:
+def _round(values: dict[str, Any], process: str) -> Round:
     measured_h = values.get("measured_h")
     return Round(
         time=_finite(values["time"]),
@@ -271,6 +311,9 @@ def _round(values: dict[str, Any]) -> Round:
         measured_h=None if measured_h is None else _finite(measured_h),
         bytes_up=int(values["bytes_up"]),
         bytes_down=int(values["bytes_down"]),
+        term=int(values.get("term", 0)),
+        digest=str(values.get("digest", "")),
+        synchronizer=process,
     )
 
 

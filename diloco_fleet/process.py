@@ -30,7 +30,6 @@ STABLE_S: Final = 30.0
 """A process that lived for this long starts again as if it had never failed."""
 
 _BACKOFF_FIRST_S = 0.5
-_BACKOFF_MAX_S = 15.0
 _LOG_TAIL_BYTES = 8192
 
 
@@ -57,7 +56,8 @@ class ProcessSpec:
     """What to start.
 
     Attributes:
-        name: ``synchronizer``, ``evaluator`` or ``learner-0`` and so on.
+        name: ``synchronizer``, ``evaluator``, ``learner-0`` and so on; with a standby
+            ``synchronizer-0``, ``synchronizer-1`` and ``redis``.
         command: program and arguments.
         log: file to which its output is appended.
         environment: its whole environment.
@@ -79,10 +79,12 @@ class RestartPolicy:
         restart: which ends are followed by another start; the exit codes of ``HOPELESS`` never
             are.
         max_restarts: give up after so many starts in a row of which none lived for ``STABLE_S``.
+        max_wait_s: longest wait before a start; waits double from start to start up to this.
     """
 
     restart: Restart = Restart.ALWAYS
     max_restarts: int = 10
+    max_wait_s: float = 15.0
 
     def delay_s(self, exit_code: int, num_short_lives: int) -> float | None:
         """Returns how long to wait before the next start; None for no further start.
@@ -98,7 +100,9 @@ class RestartPolicy:
             return None
         if num_short_lives > self.max_restarts:
             return None
-        return float(min(_BACKOFF_FIRST_S * 2 ** max(num_short_lives - 1, 0), _BACKOFF_MAX_S))
+        return float(
+            min(_BACKOFF_FIRST_S * 2 ** min(max(num_short_lives - 1, 0), 30), self.max_wait_s)
+        )
 
 
 class Process:

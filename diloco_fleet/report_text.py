@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -25,9 +26,11 @@ _DEFINITIONS: Final = f"""\
 - **uptime**: share of the window in which at least one learner was in an inner step.
 - **participation**: contributors over live learners, both summed over all rounds.
 - **measured H**: inner steps between two merges of one fragment, mean over all contributions.
-- **rounds lost**: rounds that a learner applied and that are not on the final lineage: of every
-  global step named in a learner's metrics, the newest commit before the end of that step is looked
-  up; it is lost when the synchronizer later committed the same or an earlier global step again.
+- **rounds lost**: rounds that a learner applied and that are not on the final lineage: a version
+  named in a learner's metrics is lost when a later term of leadership began at an earlier global
+  step, or when what was committed there has another digest.
+- **leader changes**: terms of leadership after the first; each leaves the fleet without merging
+  from the last round before it to its own first.
 - **bytes per parameter per sync**: bytes up and down, over parameters per fragment times live
   learners summed over all rounds: what one learner moves per parameter in a full cycle of
   fragments. Bytes down count every watcher, the evaluator too.
@@ -75,6 +78,7 @@ def markdown(report: Report) -> str:
         _table(_figures(report)),
         "![Losses](loss.png)\n",
         _contributions(report),
+        _leadership(report),
         _problems(report),
         _sample(report),
         f"## How the figures are computed\n\n{_DEFINITIONS}",
@@ -105,6 +109,7 @@ def _figures(report: Report) -> list[tuple[str, str]]:
         ("participation", _share(report.participation)),
         ("measured H", _number(report.measured_h, "inner steps")),
         ("bytes per parameter per sync", _number(report.bytes_per_parameter_per_sync)),
+        ("leader changes", _changes(report)),
         ("restarts", f"{report.restarts}{_by_process(report.restarts_by_process)}"),
         (
             "step overhead",
@@ -153,6 +158,29 @@ def _contributions(report: Report) -> str:
         f"## Contributions\n\nRounds by number of contributors (rounds x contributors): "
         f"{by_count}.\n\n" + "\n".join(rows) + "\n"
     )
+
+
+def _changes(report: Report) -> str:
+    times = [x.without_merging_s for x in report.leader_changes if x.without_merging_s is not None]
+    longest = f" (at most {max(times):.1f} s without merging)" if times else ""
+    return f"{len(report.leader_changes)}{longest}"
+
+
+def _leadership(report: Report) -> str:
+    if not report.leader_changes:
+        return ""
+    rows = ["| term | synchronizer | began (UTC) | goes on at | without merging |"]
+    rows += ["| --- | --- | --- | --- | --- |"]
+    rows += [
+        f"| {x.term} | {x.synchronizer} | {_clock(x.time)} | global step {x.global_step} "
+        f"| {_number(x.without_merging_s, 's')} |"
+        for x in report.leader_changes
+    ]
+    return "## Leadership\n\nTerms of leadership after the first.\n\n" + "\n".join(rows) + "\n"
+
+
+def _clock(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).strftime("%H:%M:%S")
 
 
 def _problems(report: Report) -> str:

@@ -84,8 +84,23 @@ class RunFiles:
 
     @property
     def store(self) -> Path:
-        """The synchronizer's store."""
-        return self.root / "store"
+        """The store of the only synchronizer, or of the first."""
+        return self.store_of(0)
+
+    @property
+    def key(self) -> Path:
+        """The secret that signs claims of leadership; runs with a standby have one."""
+        return self.root / "synchronizer.key"
+
+    @property
+    def redis(self) -> Path:
+        """Folder of the fleet's own Redis."""
+        return self.root / "redis"
+
+    @property
+    def redis_config(self) -> Path:
+        """Configuration of the fleet's own Redis, with its password."""
+        return self.redis / "redis.conf"
 
     @property
     def logs(self) -> Path:
@@ -111,6 +126,10 @@ class RunFiles:
     def lock(self) -> Path:
         """Held for as long as ``diloco run`` is at work in this directory."""
         return self.root / ".lock"
+
+    def store_of(self, index: int) -> Path:
+        """Returns the store of a synchronizer; a run without a standby has the first."""
+        return self.root / (f"store-{index}" if index else "store")
 
     def log_of(self, process: str) -> Path:
         """Returns the log file of a process."""
@@ -148,7 +167,7 @@ class FleetFile:
 
     Attributes:
         run_id: id of the run.
-        address: host:port of the synchronizer.
+        address: host:port of the synchronizer; of several, separated by commas.
         pid: of ``diloco run``.
         state: ``running``, ``finishing``, ``draining`` or ``ended``.
         started: unix time.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from decoupled_diloco.v1 import admin_pb2
 from diloco_fleet.metrics import Evaluation
+from diloco_fleet.status import Seen, who_leads
 
 _STATE_STYLES: Final = {"live": "green", "disconnected": "yellow", "gone": "red", "left": "dim"}
 _ETA_WINDOW_S: Final = 60.0
@@ -27,13 +28,14 @@ class Scene:
 
     Attributes:
         run_id: id of the run.
-        address: of the synchronizer.
+        address: of the synchronizer; of several, separated by commas.
         phase: of the supervisor; empty where it is not known.
         status: the synchronizer's last answer; None before the first.
         away_s: how long the synchronizer has not answered; 0 while it does.
         eta_s: estimated seconds to the last global step; None while unknown.
         evaluation: the last one; None before the first.
         processes: state of every process as the supervisor sees it, with its restarts.
+        synchronizers: every synchronizer as it last answered.
     """
 
     run_id: str
@@ -44,6 +46,7 @@ class Scene:
     eta_s: float | None = None
     evaluation: Evaluation | None = None
     processes: Mapping[str, tuple[str, int]] | None = None
+    synchronizers: Sequence[Seen] = ()
 
     @property
     def missed(self) -> bool:
@@ -99,6 +102,7 @@ def render(scene: Scene) -> RenderableType:
         waiting = Text("waiting for the synchronizer to answer", style="dim")
         return Group(_headline(scene), waiting, process_table(scene.processes or {}))
     parts: list[RenderableType] = [_headline(scene), _progress(status, scene.eta_s)]
+    parts += [Text(line) for line in leadership_lines(scene.synchronizers)]
     parts.append(_learners(status, scene.processes or {}))
     parts += [Text(line) for line in _round_lines(status)]
     if scene.evaluation is not None:
@@ -115,6 +119,32 @@ def _headline(scene: Scene) -> Text:
             f"  synchronizer away for {duration(scene.away_s)}, learners train on", style="yellow"
         )
     return text
+
+
+def leadership_lines(synchronizers: Sequence[Seen]) -> list[str]:
+    """Returns who leads and who follows, then how the leader is backed; nothing for one alone."""
+    if len(synchronizers) < 2:
+        return []
+    roles = [f"{x.address} {x.role}" + (f" term {x.term}" if x.term else "") for x in synchronizers]
+    lines = ["synchronizers: " + ", ".join(roles)]
+    leader = who_leads(synchronizers)
+    if leader is not None and leader.status is not None:
+        lines.append(_backing(leader.status.replication))
+    return lines
+
+
+def _backing(replication: admin_pb2.ReplicationStatus) -> str:
+    """How the leader is backed, in words."""
+    standbys = [
+        f"standby {x.standby_id} {'in sync' if x.in_sync else 'not in sync'} at "
+        f"{x.acked_global_step}" + ("" if x.connected else ", not connected")
+        for x in replication.replicas
+    ]
+    parts = [f"replication {replication.mode or 'unknown'}", *(standbys or ["no standby in sync"])]
+    parts.append("lease held" if replication.lease_held else "lease not held")
+    if replication.unsafe_rounds:
+        parts.append(f"a take-over now would lose {replication.unsafe_rounds} rounds")
+    return ", ".join(parts)
 
 
 def _phase(scene: Scene) -> str:
@@ -257,6 +287,7 @@ def plain_line(scene: Scene) -> str:
         f"since the synchronizer's start {duration(status.uptime_seconds)} ago: "
         f"{', '.join(_totals(status.totals))}",
     ]
+    parts += leadership_lines(scene.synchronizers)[:1]
     if scene.missed:
         parts.append(f"synchronizer away {duration(scene.away_s)}")
     parts += [_wait_text(wait) for wait in status.waits if wait.seconds >= 1.0]

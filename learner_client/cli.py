@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from decoupled_diloco import fault_points
 from decoupled_diloco.channel import tune_allocator
 from decoupled_diloco.config import cli_errors, click_options, load_settings
 from decoupled_diloco.logs import configure_logging
@@ -72,6 +73,7 @@ def _begin(log_format: str, process: str) -> None:
 @cli_errors
 def main() -> object:
     """Runs the command line."""
+    fault_points.arm(os.environ)
     return cli.main(standalone_mode=False)
 
 

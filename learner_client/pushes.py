@@ -8,6 +8,7 @@ import torch
 
 from decoupled_diloco.codecs import Payload, get_codec, iter_chunks, payload_digest
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.fault_points import FaultPoint, crosses_half, reach
 from decoupled_diloco.v1 import synchronizer_pb2, types_pb2
 from decoupled_diloco.versions import Incarnation
 from decoupled_diloco.wire import incarnation_to, version_to
@@ -109,6 +110,8 @@ async def _requests(
 ) -> AsyncGenerator[synchronizer_pb2.PushRequest, None]:
     yield synchronizer_pb2.PushRequest(header=header)
     for chunk in iter_chunks(payload, offset):
+        if crosses_half(offset, len(chunk), len(payload)):
+            reach(FaultPoint.MID_PUSH)
         yield synchronizer_pb2.PushRequest(
             chunk=types_pb2.Chunk(offset_bytes=offset, data=bytes(chunk))
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from decoupled_diloco.versions import Version
 from learner_client.core.connection import State
 from learner_client.exchange import Exchange
 
@@ -28,6 +29,7 @@ class LearnerStatus:
         declined: pulls declined, by reason code.
         bytes_up: payload bytes of pushes.
         bytes_down: payload bytes of updates.
+        versions: version applied of each fragment, by index.
     """
 
     state: State
@@ -44,6 +46,7 @@ class LearnerStatus:
     declined: Mapping[str, int] = field(default_factory=dict)
     bytes_up: int
     bytes_down: int
+    versions: Mapping[int, Version] = field(default_factory=dict)
 
 
 def status_of(exchange: Exchange, address: str) -> LearnerStatus:
@@ -69,4 +72,5 @@ def status_of(exchange: Exchange, address: str) -> LearnerStatus:
         declined=dict(tally.declined),
         bytes_up=tally.bytes_up,
         bytes_down=tally.bytes_down,
+        versions={} if grant is None else exchange.core.versions,
     )

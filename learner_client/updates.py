@@ -14,6 +14,7 @@ import torch
 from decoupled_diloco.codecs import CHUNK_BYTES, Stager, get_codec
 from decoupled_diloco.codecs.base import bytes_of
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.fault_points import FaultPoint, crosses_half, reach
 from decoupled_diloco.layout import Layout
 from decoupled_diloco.v1 import synchronizer_pb2, types_pb2
 from decoupled_diloco.versions import Version, digest_of
@@ -94,8 +95,10 @@ class UpdateStager:
             raise DilocoError(
                 Reason.MALFORMED, f"a chunk of {len(chunk.data)} bytes; 1 to {CHUNK_BYTES} are due"
             )
-        self._stager.add(chunk.offset_bytes, chunk.data)
         header = self._header
+        if crosses_half(self._stager.num_bytes, len(chunk.data), header.encoding.payload_bytes):
+            reach(FaultPoint.MID_WATCH)
+        self._stager.add(chunk.offset_bytes, chunk.data)
         if self._stager.num_bytes < header.encoding.payload_bytes:
             return None
         payload = self._stager.finish()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
+from decoupled_diloco import fault_points
 from decoupled_diloco.config import cli_errors, click_options, load_settings
 from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.logs import configure_logging
@@ -80,6 +81,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 @cli_errors
 def main() -> object:
     """Runs the command line."""
+    fault_points.arm(os.environ)
     return cli.main(standalone_mode=False)
 
 

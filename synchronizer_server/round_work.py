@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from decoupled_diloco.errors import DilocoError
+from decoupled_diloco.fault_points import FaultPoint, reach
 from synchronizer_server.commits import Persisted
 from synchronizer_server.core import effects as fx
 from synchronizer_server.core import events as ev
@@ -41,12 +42,15 @@ class RoundWork:
     async def persist(self, effect: fx.PersistRound) -> None:
         """Persists a merged round; a failure is tried again."""
         step = effect.summary.global_step
+        reach(FaultPoint.BEFORE_PERSIST)
         try:
             persisted = await self._parts.committer.persist(effect.summary)
         except DilocoError as error:
             self._handle(self._persist_failed(step, error))
             return
+        reach(FaultPoint.AFTER_PERSIST)
         await self._replicate(persisted)
+        reach(FaultPoint.BEFORE_PUBLISH)
         self._handle(ev.RoundPersisted(global_step=step))
 
     async def _replicate(self, persisted: Persisted) -> None:
@@ -74,12 +78,14 @@ class RoundWork:
         """Puts a persisted round before every watcher."""
         summary = effect.summary
         self._parts.committer.publish(summary)
+        reach(FaultPoint.AFTER_PUBLISH)
         self._ledger.published(summary)
         self._parts.journal.write(
             "round",
             global_step=summary.global_step,
             term=self._parts.core.state.term,
             fragment=summary.fragment,
+            digest=self._parts.committer.updates.version(summary.fragment).digest.hex(),
             contributors=[c.learner_id for c in summary.contributions],
             live=list(summary.live),
             dropped={d.learner_id: d.reason for d in summary.dropped},

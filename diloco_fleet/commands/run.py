@@ -21,7 +21,7 @@ from diloco_fleet.director import Director
 from diloco_fleet.fleet_settings import FleetSettings, Resolved, resolve
 from diloco_fleet.journal import FleetJournal
 from diloco_fleet.local import Bounds, Outcome, Supervisor
-from diloco_fleet.metrics import FLEET, SYNCHRONIZER, last_round
+from diloco_fleet.metrics import FLEET, last_round
 from diloco_fleet.plan import Plan, make_plan
 from diloco_fleet.prepare import existing_run, new_run, write_run
 from diloco_fleet.process import Restart, RestartPolicy
@@ -29,6 +29,7 @@ from diloco_fleet.report_text import summary_lines
 from diloco_fleet.reporting import make_report
 from diloco_fleet.run_files import RUNS_FOLDER, RunFiles, hold_run, new_run_id, refuse_running
 from diloco_fleet.screen import Screen, open_screen
+from diloco_fleet.standby import write_standby
 from diloco_fleet.status import StatusPoller
 from learner_client.train.presets import PRESETS
 from learner_client.train.settings import TrainSettings
@@ -41,10 +42,11 @@ _RUN_FLAGS = (
     "merge",
     "codec_up",
     "codec_down",
+    "replication",
 )
 _FLEET_FLAGS = (
     *("data", "pace", "slow_learner", "restart", "max_restarts"),
-    *("redis", "device", "evaluate_every", "port"),
+    *("redis", "standby", "device", "evaluate_every", "port"),
 )
 
 _TRAINER = TrainSettings()
@@ -106,9 +108,9 @@ def command(
 ) -> int:
     """Train a model with a whole fleet on this machine.
 
-    Starts a synchronizer, an evaluator and the learners, restarts what dies, shows what happens,
-    and leaves the model, the figures and a picture in the run directory. Ctrl-C drains, a second
-    one kills.
+    Starts a synchronizer (with --standby two, and a Redis for them to meet on), an evaluator and
+    the learners, restarts what dies, shows what happens, and leaves the model, the figures and a
+    picture in the run directory. Ctrl-C drains, a second one kills.
 
     A setting comes from its flag, else from the variable DILOCO_..., else from the file, else
     it has its default. Settings without a flag go into the file.
@@ -117,6 +119,8 @@ def command(
     with prepare(config, run_dir, flags) as (files, settings):
         plan = make_plan(settings, files, os.environ, log_format=log_format)
         resolved = write_run(files, settings)
+        if plan.redis is not None:
+            write_standby(files, plan.redis)
     return _run(files, resolved, plan)
 
 
@@ -155,14 +159,21 @@ def _run(files: RunFiles, resolved: Resolved, plan: Plan) -> int:
     screen = open_screen(console, click.echo)
     journal = FleetJournal(files.metrics_of(FLEET), screen.say)
     fleet = resolved.fleet.value
+    poller = StatusPoller(plan.address)
     supervisor = Supervisor(
         files=files,
         run_id=resolved.run.value.run_id,
         address=plan.address,
-        synchronizer=plan.synchronizer,
+        synchronizers=plan.synchronizers,
+        redis=plan.redis.process if plan.redis is not None else None,
+        leader=lambda: plan.synchronizer_at(poller.snapshot().leader),
         evaluator=plan.evaluator,
         learners=plan.learners,
-        policy=RestartPolicy(restart=Restart(fleet.restart), max_restarts=fleet.max_restarts),
+        policy=RestartPolicy(
+            restart=Restart(fleet.restart),
+            max_restarts=fleet.max_restarts,
+            max_wait_s=fleet.restart_wait_s,
+        ),
         bounds=Bounds(drain_s=fleet.drain_s, finish_s=fleet.finish_s),
         journal=journal,
         is_complete=lambda: is_complete(files, resolved.run.value.total_global_steps),
@@ -173,6 +184,7 @@ def _run(files: RunFiles, resolved: Resolved, plan: Plan) -> int:
             resolved=resolved,
             plan=plan,
             supervisor=supervisor,
+            poller=poller,
             screen=screen,
             journal=journal,
         )
@@ -189,6 +201,7 @@ def _supervise(
     resolved: Resolved,
     plan: Plan,
     supervisor: Supervisor,
+    poller: StatusPoller,
     screen: Screen,
     journal: FleetJournal,
 ) -> Outcome:
@@ -197,7 +210,7 @@ def _supervise(
     journal.record("start", address=plan.address, pid=os.getpid())
     with ExitStack() as stack:
         stack.enter_context(_stop_signals(supervisor))
-        poller = stack.enter_context(StatusPoller(plan.address))
+        stack.enter_context(poller)
         stack.enter_context(screen)
         director = Director(
             files=files,
@@ -214,8 +227,8 @@ def _supervise(
 
 
 def is_complete(files: RunFiles, total_global_steps: int) -> bool:
-    """Whether the synchronizer has committed the last global step."""
-    newest = last_round(files.metrics_of(SYNCHRONIZER))
+    """Whether a synchronizer has committed the last global step."""
+    newest = last_round(files.metrics)
     return newest is not None and 0 < total_global_steps <= newest.global_step
 
 

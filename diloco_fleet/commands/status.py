@@ -12,7 +12,6 @@ import click
 from rich.console import Console
 
 from decoupled_diloco.errors import CATALOGUE, EXIT_OK, DilocoError, Reason, UsageError
-from decoupled_diloco.v1 import admin_pb2
 from diloco_fleet.metrics import EVALUATOR, last_evaluation
 from diloco_fleet.plain import to_plain
 from diloco_fleet.run_files import (
@@ -24,7 +23,7 @@ from diloco_fleet.run_files import (
     read_fleet,
 )
 from diloco_fleet.screen import open_screen
-from diloco_fleet.status import Snapshot, StatusClient, StatusPoller
+from diloco_fleet.status import Seen, Snapshot, StatusClient, StatusPoller, newest
 from diloco_fleet.view import Eta, Scene, process_table, render
 
 _SILENCE = {
@@ -58,7 +57,10 @@ class _Target:
     type=click.Path(path_type=Path),
     help="run directory [default: the newest running fleet below runs/]",
 )
-@click.option("--address", help="host:port of a synchronizer, instead of a run directory")
+@click.option(
+    "--address",
+    help="host:port of a synchronizer (several: separated by commas), not a run directory",
+)
 @click.option("--json", "as_json", is_flag=True, help="everything, as one JSON object")
 @click.option("--watch", is_flag=True, help="until the run is complete, or Ctrl-C")
 @click.option("--insecure", is_flag=True, help="allow plaintext to another machine")
@@ -71,7 +73,8 @@ def command(
     if watch and as_json:
         raise UsageError(Reason.CONFIG_CONFLICT, "give --watch or --json, not both")
     target = _target(run_dir, address)
-    status = _ask(target, insecure=insecure)
+    seen = _ask(target, insecure=insecure)
+    status = newest(seen)
     if watch:
         _watch(target, insecure=insecure)
         return EXIT_OK
@@ -80,29 +83,30 @@ def command(
         values = {
             "address": target.address,
             "status": to_plain(status) if status else None,
+            "synchronizers": [{"address": x.address, "role": x.role, "term": x.term} for x in seen],
             "fleet": dataclasses.asdict(fleet) if fleet else None,
         }
         click.echo(json.dumps(values, indent=2))
     elif status is not None:
-        snapshot = Snapshot(status=status, away_s=0.0, layout=None)
+        snapshot = Snapshot(status=status, away_s=0.0, layout=None, synchronizers=seen)
         Console().print(render(_scene(target, snapshot, Eta())))
     else:
         _show_silence(target)
     return EXIT_OK if status is not None else CATALOGUE[Reason.UNAVAILABLE].exit_code
 
 
-def _ask(target: _Target, *, insecure: bool) -> admin_pb2.GetStatusResponse | None:
-    """Asks the synchronizer; None where it does not answer and its fleet is at work all the same.
+def _ask(target: _Target, *, insecure: bool) -> tuple[Seen, ...]:
+    """Asks the synchronizers; nobody may answer where their fleet is at work all the same.
 
     Raises:
         DilocoError: UNAVAILABLE where no fleet is known to be at work.
     """
     client = StatusClient(target.address, insecure=insecure)
     try:
-        return client.status()
+        return client.look()
     except DilocoError as error:
         if error.reason is Reason.UNAVAILABLE and target.is_running():
-            return None
+            return ()
         raise
     finally:
         client.close()
@@ -149,6 +153,7 @@ def _scene(target: _Target, snapshot: Snapshot, eta: Eta) -> Scene:
         eta_s=eta.of(time.monotonic(), status, phase=phase, away_s=snapshot.away_s),
         evaluation=evaluation,
         processes=_processes(fleet) if fleet else {},
+        synchronizers=snapshot.synchronizers,
     )
 
 

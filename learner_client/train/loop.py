@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import os
+import threading
 import time
 
 import torch
@@ -16,6 +17,7 @@ from learner_client.core.connection import Change
 from learner_client.core.leadership import Move
 from learner_client.learner import Learner
 from learner_client.settings import LearnerSettings
+from learner_client.train.applied import AppliedVersions
 from learner_client.train.data import ShardedBatches
 from learner_client.train.device import compute_precision, resolve_device
 from learner_client.train.model import Transformer, token_loss
@@ -23,6 +25,7 @@ from learner_client.train.optimizer import build_optimizer, set_learning_rate
 from learner_client.train.schedule import learning_rate_at
 from learner_client.train.setup import Setup, load_setup
 from learner_client.train.stopping import StopRequest
+from learner_client.transport.calls import num_calls
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,7 @@ class Trainer:
         self._optimizer = build_optimizer(self._model, setup.trainer)
         run = setup.run
         self._clock = ScheduleClock(run.num_fragments / run.sync_interval, float(run.num_fragments))
+        self._applied = AppliedVersions()
         self._num_skipped = 0
 
     def run(self) -> int:
@@ -91,6 +95,7 @@ class Trainer:
             on_move=self._moved,
         )
         with learner:
+            before = num_calls(), num_calls(threading.get_ident())
             self._metrics.write(
                 "joined",
                 incarnation=str(learner.incarnation),
@@ -98,7 +103,13 @@ class Trainer:
                 shard=learner.shard,
             )
             self._train(learner)
-        self._metrics.write("stop", local_step=learner.local_step, finished=learner.finished)
+        self._metrics.write(
+            "stop",
+            local_step=learner.local_step,
+            finished=learner.finished,
+            network_calls=num_calls() - before[0],
+            network_calls_in_training=num_calls(threading.get_ident()) - before[1],
+        )
         overhead = learner.overhead
         logger.info(
             "%d steps; inside learner.step: median %.2f ms, p99 %.2f ms, %.2f %% of the loop",
@@ -168,6 +179,7 @@ class Trainer:
         self, learner: Learner, loss: float, num_tokens: int, began: float, computed: float
     ) -> None:
         now = time.perf_counter()
+        status = learner.status
         self._metrics.write(
             "step",
             local_step=learner.local_step,
@@ -177,8 +189,9 @@ class Trainer:
             step_s=now - began,
             compute_s=computed - began,
             overhead_s=now - computed,
-            state="online" if learner.status.online else "offline",
+            state="online" if status.online else "offline",
             incarnation=str(learner.incarnation),
+            applied=self._applied.news(status.versions),
         )
 
     def _moved(self, move: Move) -> None:

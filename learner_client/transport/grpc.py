@@ -22,6 +22,7 @@ from decoupled_diloco.v1 import (
     synchronizer_pb2,
     synchronizer_pb2_grpc,
 )
+from learner_client.transport.calls import count_call
 
 T = TypeVar("T")
 
@@ -87,6 +88,7 @@ class GrpcTransport:
 
 
 async def _mapped(call: Awaitable[T]) -> T:
+    count_call()
     try:
         return await call
     except grpc.aio.AioRpcError as error:
@@ -99,6 +101,7 @@ async def _mapped(call: Awaitable[T]) -> T:
 async def _stream(
     call: grpc.aio.UnaryStreamCall[Any, T] | grpc.aio.StreamStreamCall[Any, T],
 ) -> AsyncGenerator[T, None]:
+    count_call()
     try:
         async for response in call:
             yield response

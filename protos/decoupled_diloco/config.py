@@ -27,6 +27,7 @@ from typing import Any, Final, Generic, Literal, NoReturn, ParamSpec, TypeVar
 import click
 
 from decoupled_diloco.errors import CATALOGUE, EXIT_USAGE, DilocoError, Reason, UsageError
+from decoupled_diloco.fault_points import VARIABLE as FAULTS
 from decoupled_diloco.setting_fields import (
     Setting,
     check_native,
@@ -221,7 +222,7 @@ def check_environ(
         UsageError: CONFIG_UNKNOWN_KEY with the nearest name.
     """
     known = [prefix + setting.name.upper() for cls in classes for setting in settings_of(cls)]
-    ours = [name for name in environ if name.startswith(prefix)]
+    ours = [name for name in environ if name.startswith(prefix) and name != FAULTS]
     _refuse_unknown(ours, known, "the environment", "variable")
 
 

@@ -14,6 +14,7 @@ import grpc.aio
 from decoupled_diloco.channel import ADMIN_DEADLINE_S, error_from_rpc, open_channel
 from decoupled_diloco.claims import Claim, claim_from
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.fault_points import FaultPoint, reach
 from decoupled_diloco.layout import Layout
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.v1 import replication_pb2 as pb
@@ -262,7 +263,9 @@ class Follower:
         return None
 
     async def _persist(self, call: Call, transfer: Transfer) -> None:
+        reach(FaultPoint.MID_REPLICATE)
         await self._runner.submit(lambda: self._install(transfer))
+        reach(FaultPoint.BEFORE_ACKNOWLEDGE)
         record = transfer.record
         ack = pb.ReplicateAck(term=record.term, global_step=record.global_step)
         await _write(call, pb.ReplicateRequest(ack=ack))

@@ -11,6 +11,7 @@ from typing import Final, Protocol
 from decoupled_diloco.channel import JOIN_DEADLINE_S
 from decoupled_diloco.claims import Claim, claim_from
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.fault_points import FaultPoint, reach
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.v1 import replication_pb2 as pb
 from decoupled_diloco.wire import held_from, malformed
@@ -219,6 +220,7 @@ class ReplicationLeader:
     ) -> AsyncGenerator[pb.ReplicateResponse, None]:
         """A record with its tensors; one of them is encoded at a time."""
         yield record_message(self._claim, transfer)
+        reach(FaultPoint.MID_REPLICATE)
         for fragment, state in sorted(transfer.fragments.items()):
             for name, tensor in state.named().items():
                 job = functools.partial(encode_tensor, fragment, name, tensor, self._codec)

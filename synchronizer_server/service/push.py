@@ -10,6 +10,7 @@ import torch
 
 from decoupled_diloco.codecs import Stager, get_codec
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.fault_points import FaultPoint, crosses_half, reach
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.v1 import types_pb2
 from decoupled_diloco.wire import check_count, incarnation_from, malformed, version_from
@@ -178,6 +179,9 @@ async def _receive(engine: Engine, ticket: Ticket, requests: AsyncIterator[pb.Pu
     while (request := await _next(ticket, iterator)) is not None and ticket.streams == stream:
         assert ticket.stager is not None, "there until it is answered"
         chunk = _chunk(request)
+        total = ticket.encoding.payload_bytes
+        if crosses_half(ticket.stager.num_bytes, len(chunk.data), total):
+            reach(FaultPoint.MID_PUSH)
         ticket.stager.add(chunk.offset_bytes, chunk.data)
         engine.handle(ev.PushProgressed(key=ticket.key, staged_bytes=ticket.stager.num_bytes))
     return ticket.streams == stream

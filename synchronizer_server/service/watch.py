@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.fault_points import FaultPoint, reach
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.versions import Version
 from decoupled_diloco.wire import held_from, incarnation_from
@@ -33,7 +34,10 @@ async def watch(engine: Engine, request: pb.WatchRequest) -> AsyncIterator[pb.Wa
         if held is not None:
             for fragment in _stale_first(engine, held):
                 for update in engine.updates.plan(fragment, held.get(fragment)):
-                    for message in _messages(engine, update):
+                    messages = _messages(engine, update)
+                    for number, message in enumerate(messages):
+                        if number == len(messages) // 2:
+                            reach(FaultPoint.MID_WATCH)
                         yield message
                     held[fragment] = update.result
                     engine.ledger.sent(learner_id, update.payload_bytes)

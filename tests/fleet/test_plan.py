@@ -50,17 +50,19 @@ def test_every_process_understands_what_it_is_started_with(tmp_path: Path) -> No
     )
     plan = make_plan(resolved, files, {"DILOCO_QUORUM": "9", "HOME": "/h"}, log_format="json")
 
-    server = parsed(synchronizer_cli, plan.synchronizer, "synchronizer_server.cli", ServerSettings)
+    server = parsed(
+        synchronizer_cli, plan.synchronizers[0], "synchronizer_server.cli", ServerSettings
+    )
     assert (server.address, server.store) == (plan.address, files.store)
     assert server.journal == files.metrics_of("synchronizer")
     assert server.redis == "redis://:secret@localhost:6379"
-    assert not any("secret" in word for word in plan.synchronizer.command)
+    assert not any("secret" in word for word in plan.synchronizers[0].command)
     assert server.log_format == "json"
     run = parsed(
         synchronizer_cli,
         ProcessSpec(
             name="synchronizer",
-            command=plan.synchronizer.command,
+            command=plan.synchronizers[0].command,
             log=files.root,
             environment={},
         ),
@@ -78,7 +80,7 @@ def test_every_process_understands_what_it_is_started_with(tmp_path: Path) -> No
     assert {entry.address for entry in learners} == {plan.address}
     evaluator = parsed(learner_cli, plan.evaluator, "learner_client.cli", EvaluatorSettings)
     assert (evaluator.every, evaluator.run_dir) == (7, files.root)
-    assert not plan.synchronizer.finishes
+    assert not plan.synchronizers[0].finishes
     assert plan.evaluator.finishes
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from diloco_fleet.goodput import measure_stepping, stepping_intervals
-from diloco_fleet.lineage import lost_rounds
 from diloco_fleet.metrics import (
     last_evaluation,
     last_round,
@@ -39,6 +38,7 @@ def committed(time: float, global_step: int, who: str, live: str, **values: Any)
         "measured_h": 4.0,
         "bytes_up": 100 * global_step,
         "bytes_down": 200 * global_step,
+        "term": 1,
         **values,
     }
 
@@ -68,7 +68,7 @@ def undisturbed() -> dict[str, str]:
         "learner-0": text(mark("start", 99.0), *steps(101.0, 10)),
         "learner-1": text(mark("start", 99.0), *steps(101.0, 10)),
         "synchronizer": text(
-            mark("start", 98.0, global_step=0),
+            mark("start", 98.0, term=1, global_step=0),
             committed(102.0, 1, "0", "01"),
             committed(104.0, 2, "01", "01"),
             committed(106.0, 3, "01", "01"),
@@ -212,8 +212,8 @@ def test_bytes_add_up_over_the_lives_of_the_synchronizer() -> None:
     """Each life counts from zero, and may pass the total of the one before by its first round."""
     files = undisturbed()
     files["synchronizer"] += text(
-        mark("start", 120.0, global_step=4),
-        committed(125.0, 5, "01", "01", bytes_up=450, bytes_down=900),
+        mark("start", 120.0, term=2, global_step=4),
+        committed(125.0, 5, "01", "01", term=2, bytes_up=450, bytes_down=900),
     )
     report = report_of(files)
     assert (report.bytes_up, report.bytes_down) == (400 + 450, 800 + 900)
@@ -222,46 +222,6 @@ def test_bytes_add_up_over_the_lives_of_the_synchronizer() -> None:
 def test_a_contributor_that_died_before_the_merge_counts_as_live() -> None:
     files = {"synchronizer": text(committed(1.0, 1, "01", "0"))}
     assert report_of(files).participation == pytest.approx(1.0)
-
-
-def lost(rounds: str, learner: str) -> set[tuple[int, int]]:
-    metrics = parse_metrics({"synchronizer": rounds, "learner-0": learner})
-    starts = metrics.marks_of("synchronizer", "start")
-    return lost_rounds(metrics.rounds, starts, metrics.steps)
-
-
-def one(time: float, global_step: int) -> dict[str, Any]:
-    return committed(time, global_step, "0", "0")
-
-
-def test_no_round_is_lost_when_the_synchronizer_goes_on_where_it_was() -> None:
-    rounds = text(one(1, 1), one(2, 2), mark("start", 3.0, global_step=2), one(4, 3))
-    assert lost(rounds, text(step(1.5, 1), step(2.5, 2), step(4.5, 3))) == set()
-
-
-def test_a_round_that_was_applied_and_committed_again_is_lost() -> None:
-    rounds = text(one(1, 1), one(2, 2), one(3, 3), mark("start", 4.0, global_step=1), one(5, 2))
-    learner = text(step(1.5, 1), step(2.5, 2), step(3.5, 3), step(5.5, 2))
-    assert lost(rounds, learner) == {(2, 0), (3, 0)}
-
-
-def test_a_lost_round_that_nobody_applied_is_not_counted() -> None:
-    rounds = text(one(1, 1), one(2, 2), mark("start", 4.0, global_step=1), one(5, 2))
-    assert lost(rounds, text(step(1.5, 1), step(5.5, 2))) == set()
-
-
-def test_going_back_shows_without_a_start_record_too() -> None:
-    assert lost(text(one(1, 1), one(2, 2), one(3, 2)), text(step(2.5, 2), step(3.5, 2))) == {(2, 0)}
-
-
-def test_a_commit_whose_record_was_lost_stands_when_a_later_one_does() -> None:
-    """Killed between persisting a round and writing its line: the round is on the lineage."""
-    rounds = text(one(1, 1), mark("start", 3.0, global_step=2), one(4, 3))
-    assert lost(rounds, text(step(2.5, 2), step(4.5, 3))) == set()
-
-
-def test_a_round_beyond_the_end_of_the_lineage_is_lost() -> None:
-    assert lost(text(one(1, 1)), text(step(1.5, 1), step(2.5, 2))) == {(2, 0)}
 
 
 def test_a_torn_last_line_is_tolerated() -> None:
@@ -355,11 +315,15 @@ def test_report_files_and_picture(tmp_path: Path) -> None:
 
 
 def test_the_newest_record_is_read_from_the_end_of_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    assert last_round(path) is None
-    assert last_evaluation(path) is None
-    path.write_text(text(*(committed(1.0 + i, i, "0", "0") for i in range(100))) + '{"kind": "r')
-    newest = last_round(path)
+    assert last_round(tmp_path) is None
+    assert last_evaluation(tmp_path / "evaluator.jsonl") is None
+    many = text(*(committed(1.0 + i, i, "0", "0") for i in range(100))) + '{"kind": "r'
+    (tmp_path / "synchronizer-0.jsonl").write_text(many)
+    newest = last_round(tmp_path)
     assert newest is not None
     assert newest.global_step == 99
-    assert last_evaluation(path) is None
+    (tmp_path / "synchronizer-1.jsonl").write_text(text(committed(0.0, 98, "0", "0", term=2)))
+    newest = last_round(tmp_path)
+    assert newest is not None
+    assert (newest.term, newest.global_step) == (2, 98)
+    assert last_evaluation(tmp_path / "synchronizer-0.jsonl") is None

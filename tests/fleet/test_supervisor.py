@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ import pytest
 from decoupled_diloco.errors import Reason
 from diloco_fleet.journal import FleetJournal
 from diloco_fleet.local import Bounds, Outcome, Phase, Supervisor
+from diloco_fleet.metrics import is_synchronizer
 from diloco_fleet.process import ProcessSpec, Restart, RestartPolicy
 from diloco_fleet.run_files import RunFiles, read_fleet
 
@@ -41,7 +42,7 @@ class Fleet:
             command=("sh", "-c", f"cd {self.folder}; " + script.replace("{name}", name)),
             log=self.files.log_of(name),
             environment=dict(os.environ),
-            finishes=name != "synchronizer",
+            finishes=not is_synchronizer(name) and name != "redis",
         )
 
     def supervisor(
@@ -49,6 +50,9 @@ class Fleet:
         learners: list[str],
         *,
         synchronizer: str = SERVES,
+        synchronizers: Mapping[str, str] | None = None,
+        redis: str | None = None,
+        leader: Callable[[], str | None] = lambda: None,
         evaluator: str = FINISHES,
         restart: Restart = Restart.ALWAYS,
         max_restarts: int = 5,
@@ -60,7 +64,12 @@ class Fleet:
             files=self.files,
             run_id="test",
             address="127.0.0.1:1",
-            synchronizer=self.spec("synchronizer", synchronizer),
+            synchronizers=[
+                self.spec(name, script)
+                for name, script in (synchronizers or {"synchronizer": synchronizer}).items()
+            ],
+            redis=self.spec("redis", redis) if redis else None,
+            leader=leader,
             evaluator=self.spec("evaluator", evaluator),
             learners=[self.spec(f"learner-{i}", script) for i, script in enumerate(learners)],
             policy=RestartPolicy(restart=restart, max_restarts=max_restarts),

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from decoupled_diloco.errors import DilocoError, Reason
-from diloco_fleet.plain import to_plain
-from diloco_fleet.run_files import FleetFile, RunFiles, read_fleet
-from diloco_fleet.status import StatusClient
+from fault_script import FaultScript
+from fleet_view import PATIENCE_S, FleetView, Lines, read_lines, wait_for
 
-T = TypeVar("T")
+from diloco_fleet.run_files import RunFiles
 
-PATIENCE_S = 150.0
-"""How long a condition may take to come true; no test asserts that it took less."""
+__all__ = [
+    "PATIENCE_S", "Fleet", "Lines", "assert_refused", "between", "diloco", "first_after",
+    "read_lines", "run_command", "small", "wait_for",
+]  # fmt: skip
 
 _SETTINGS = """\
 [run]
@@ -36,8 +34,6 @@ batch_size = 2
 [fleet]
 device = "cpu"
 """
-
-Lines = list[dict[str, Any]]
 
 
 def small(interval: int = 8, trainer: str = "") -> str:
@@ -74,55 +70,35 @@ def assert_refused(
         assert word in errors[0]
 
 
-def wait_for(condition: Callable[[], T], what: str, *, alive: Callable[[], str] = lambda: "") -> T:
-    """Polls until the condition is truthy and returns it.
-
-    Args:
-        condition: what is waited for.
-        what: the same in words.
-        alive: says why the condition can no longer come true; empty while it can.
-    """
-    give_up = time.monotonic() + PATIENCE_S
-    while True:
-        ended = alive()
-        found = condition()
-        if found:
-            return found
-        assert not ended, f"waited for {what}: {ended}"
-        assert time.monotonic() < give_up, f"waited {PATIENCE_S:g} s for {what}"
-        time.sleep(0.05)
-
-
-def read_lines(path: Path) -> Lines:
-    """Reads JSON lines; the last one may be half written, and that of a killed life torn."""
-    lines: Lines = []
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return lines
-    for line in text.split("\n"):
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            continue
-    return lines
-
-
-class Fleet:
+class Fleet(FleetView):
     """One ``diloco run`` and what it leaves.
 
     Args:
         folder: takes the settings and the run directory.
         *arguments: of ``diloco run``.
         settings: content of the settings file; `small` without it.
+        standby: True for two synchronizers and a Redis of the fleet's own.
+        faults: script of faults for its processes.
     """
 
-    def __init__(self, folder: Path, *arguments: str, settings: str | None = None) -> None:
-        self.files = RunFiles((folder / "run").resolve())
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        settings: str | None = None,
+        standby: bool = False,
+        faults: FaultScript | None = None,
+    ) -> None:
+        super().__init__(RunFiles((folder / "run").resolve()), standby=standby)
         self.output = folder / "output.txt"
         self._config = folder / "fleet.toml"
         self._config.write_text(small() if settings is None else settings)
         self._popen: subprocess.Popen[bytes] | None = None
+        # The tests' redis-server lies beside their Python.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        self._environment = {**os.environ, "PATH": path}
+        self._environment |= faults.environment() if faults else {}
+        arguments = (*arguments, "--standby") if standby else arguments
         self.start("--config", str(self._config), *arguments)
 
     def start(self, *arguments: str) -> None:
@@ -132,8 +108,28 @@ class Fleet:
         command += ["--run-dir", str(self.files.root), *arguments]
         with self.output.open("ab") as output:
             self._popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
             )
+
+    @property
+    def pid(self) -> int:
+        """Pid of ``diloco run``."""
+        assert self._popen is not None
+        return self._popen.pid
+
+    def ended(self) -> str:
+        """That `diloco run` has ended, with what it said."""
+        assert self._popen is not None
+        code = self._popen.poll()
+        return "" if code is None else f"diloco run ended with {code}:\n{self.text()}"
+
+    def text(self) -> str:
+        """What ``diloco run`` has said so far."""
+        return self.output.read_text(errors="replace")
 
     @contextmanager
     def start_other(self, *arguments: str, output: Path) -> Iterator[subprocess.Popen[bytes]]:
@@ -149,92 +145,6 @@ class Fleet:
             popen.kill()
             popen.wait(timeout=PATIENCE_S)
 
-    # -- looking ----------------------------------------------------------------------------------
-
-    @property
-    def pid(self) -> int:
-        """Pid of ``diloco run``."""
-        assert self._popen is not None
-        return self._popen.pid
-
-    def state(self) -> FleetFile:
-        """What ``fleet.json`` says."""
-        return read_fleet(self.files.fleet)
-
-    def wait_until(self, condition: Callable[[], T], what: str) -> T:
-        """Waits for a condition; fails at once, with the output, when ``diloco run`` has ended."""
-        assert self._popen is not None
-        popen = self._popen
-
-        def ended() -> str:
-            code = popen.poll()
-            return "" if code is None else f"diloco run ended with {code}:\n{self.text()}"
-
-        return wait_for(condition, what, alive=ended)
-
-    def text(self) -> str:
-        """What ``diloco run`` has said so far."""
-        return self.output.read_text(errors="replace")
-
-    def lines(self, process: str, *kinds: str) -> Lines:
-        """Metrics lines of a process, of these kinds or all."""
-        lines = read_lines(self.files.metrics_of(process))
-        return [line for line in lines if not kinds or line["kind"] in kinds]
-
-    def rounds(self) -> Lines:
-        """Committed rounds in the order in which they were written."""
-        return self.lines("synchronizer", "round")
-
-    def steps(self, index: int) -> Lines:
-        """Inner steps of a learner."""
-        return self.lines(f"learner-{index}", "step")
-
-    def global_step(self) -> int:
-        """The last committed global step that was written down."""
-        rounds = self.rounds()
-        return int(rounds[-1]["global_step"]) if rounds else 0
-
-    def wait_for_rounds(self, number: int) -> Lines:
-        """Waits until so many more rounds are committed; returns them."""
-        before = len(self.rounds())
-        what = f"{number} more rounds"
-        self.wait_until(lambda: len(self.rounds()) >= before + number, what)
-        return self.rounds()[before:]
-
-    def status(self) -> dict[str, Any]:
-        """What the synchronizer sees now, by its admin service; empty while it does not answer."""
-        client = StatusClient(self.state().address)
-        try:
-            plain = to_plain(client.status())
-        except DilocoError as error:
-            if error.reason is not Reason.UNAVAILABLE:
-                raise
-            return {}
-        finally:
-            client.close()
-        assert isinstance(plain, dict)
-        return plain
-
-    def report(self) -> dict[str, Any]:
-        """Content of ``report.json``."""
-        report: dict[str, Any] = json.loads((self.files.root / "report.json").read_text())
-        return report
-
-    # -- disturbing -------------------------------------------------------------------------------
-
-    def process_pid(self, name: str) -> int | None:
-        """Pid of a process of the fleet while it runs."""
-        return next(entry.pid for entry in self.state().processes if entry.name == name)
-
-    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> float:
-        """Sends a signal to a process of this fleet; returns the unix time just before."""
-        pid = self.process_pid(name)
-        assert pid is not None
-        assert pid in self.pids(), f"{name} is not this fleet's"
-        now = time.time()
-        os.kill(pid, number)
-        return now
-
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
         """Sends a signal to ``diloco run``."""
         assert self._popen is not None
@@ -245,10 +155,6 @@ class Fleet:
         assert self._popen is not None
         return self._popen.wait(timeout=PATIENCE_S)
 
-    def pids(self) -> set[int]:
-        """Every process on this machine that works on this run directory, ``diloco run`` too."""
-        return set(_pids_naming(str(self.files.root)))
-
     def close(self) -> None:
         """Ends whatever is still there of this fleet, and sees that it is gone."""
         if self._popen is not None and self._popen.poll() is None:
@@ -257,19 +163,6 @@ class Fleet:
         for pid in self.pids():
             os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not self.pids(), "the end of every process")
-
-
-def _pids_naming(word: str) -> Iterator[int]:
-    """Processes with a word in their command line; a zombie has no command line."""
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit() or int(folder.name) == os.getpid():
-            continue
-        try:
-            command = (folder / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if word in command:
-            yield int(folder.name)
 
 
 def first_after(lines: Lines, time_s: float) -> dict[str, Any] | None:

@@ -1,0 +1,1 @@
+"""Faults for fleets of real processes."""
