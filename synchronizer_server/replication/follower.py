@@ -27,6 +27,7 @@ from synchronizer_server.replication.messages import (
     check_settings,
     description_from,
 )
+from synchronizer_server.replication.outbox import MAX_RECORDS
 from synchronizer_server.run_layout import layout_from
 from synchronizer_server.runner import Runner
 from synchronizer_server.store.base import RoundStore, RunDescription
@@ -34,8 +35,6 @@ from synchronizer_server.store.base import RoundStore, RunDescription
 logger = logging.getLogger(__name__)
 
 FIRST_MESSAGE_TIMEOUT_S: Final = ADMIN_DEADLINE_S
-MAX_DUE: Final = 2
-"""Records that are here and wait for the disk; then nothing more is read."""
 
 Call = grpc.aio.StreamStreamCall[Any, Any]
 
@@ -45,7 +44,7 @@ class Follower:
 
     Args:
         store: what is written; nobody else uses it meanwhile.
-        runner: runs the store, and decodes.
+        runner: runs the store.
         settings: settings of the run; the leader's must be the same.
         standby_id: id of this store.
         heard: takes the leader's claim; returns whether it is signed with our key and of this run.
@@ -153,7 +152,7 @@ class Follower:
         if first.WhichOneof("kind") != "run":
             raise malformed("a replication stream that does not begin with the run")
         await self._begin(first.run, highest)
-        due: asyncio.Queue[Transfer] = asyncio.Queue(MAX_DUE)
+        due: asyncio.Queue[Transfer] = asyncio.Queue(MAX_RECORDS)
         # A slow disk must not make the leader's word of where we stand come late.
         work = [
             asyncio.ensure_future(job) for job in (self._receive(call, due), self._keep(call, due))
@@ -259,7 +258,7 @@ class Follower:
                 stager.tensor(response.tensor)
             case "chunk":
                 if stager.chunk(response.chunk):
-                    return await self._runner.submit(stager.decode)
+                    return await asyncio.to_thread(stager.decode)  # never behind the store
         return None
 
     async def _persist(self, call: Call, transfer: Transfer) -> None:

@@ -210,7 +210,8 @@ async def test_a_standby_whose_disk_is_slow_hears_where_it_stands() -> None:
     async with leading(lineage) as led, standby.following(led.address):
         await until(lambda: store.num_asked == 1)
         assert led.leader is not None
-        led.send(lineage.round())
+        for _ in range(MAX_RECORDS):
+            led.send(lineage.round())
         for in_sync in (True, False):
             led.leader.tell_state("standby-1", in_sync)
             await until(lambda: standby.follower.in_sync == in_sync)  # noqa: B023 - awaited at once
