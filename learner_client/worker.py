@@ -161,7 +161,8 @@ class Worker:
         try:
             while self._exchange.connection.state not in _ENDED:
                 try:
-                    await search.settle()
+                    if await search.settle():
+                        self._backoff.succeeded()
                     if grant is None:
                         grant = await admission.join(watcher.versions)
                     await self._session(link, grant, watcher, pusher)
@@ -174,7 +175,8 @@ class Worker:
                         grant = None
                     if error.reason not in REJOIN:
                         self._exchange.lost(error)
-                    await self._runtime.sleep(self._backoff.failed(self._runtime.rng.random()))
+                    pause_s = self._backoff.failed(self._runtime.rng.random())
+                    await self._runtime.sleep(search.pause_s(pause_s))
         except Exception as error:
             _LOG.exception("%s: the background work failed", self._identity.learner_id)
             self._exchange.failed(

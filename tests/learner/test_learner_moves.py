@@ -109,6 +109,33 @@ async def test_with_all_down_it_trains_on_says_so_once_and_comes_back(caplog):
     assert not world.moves
 
 
+@virtual
+async def test_a_new_leader_is_found_soon_even_after_a_long_time_without_one():
+    world = World()
+    async with world.learner() as learner:
+        world.at[A].go_away()
+        await asyncio.sleep(600)
+        new = world.take_over(B, term=2)
+        began = asyncio.get_running_loop().time()
+        await until(lambda: new.joins and learner.status.online)
+        assert asyncio.get_running_loop().time() - began < 1.0
+
+
+@virtual
+async def test_one_that_does_not_answer_holds_nobody_up_and_leaves_nothing_open():
+    world = World(3)
+    async with world.learner(address=[A, B, C]) as learner:
+        world.at[B].is_frozen = True
+        world.at[A].go_away()
+        new = world.take_over(C, term=2)
+        began = asyncio.get_running_loop().time()
+        await until(lambda: new.joins and learner.status.online)
+        assert asyncio.get_running_loop().time() - began < 1.5
+        new.go_away()
+        await asyncio.sleep(2)
+    assert world.open == 0, "left in the middle of asking"
+
+
 # -- NOT_LEADING ---------------------------------------------------------------------------
 
 
@@ -195,6 +222,24 @@ async def test_a_leader_that_was_cut_off_from_its_peers_is_left_and_never_gets_a
         new.come_back()
         await until(lambda: learner.status.online)
     assert len(world.moves) == 1
+
+
+@virtual
+async def test_a_single_synchronizer_that_comes_back_with_an_earlier_term_is_not_obeyed():
+    world = World(1)
+    service = world.at[A]
+    service.term = 5
+    async with world.learner() as learner:
+        service.term = 3
+        service.restart()
+        await until(lambda: len(service.joins) > 5)
+        assert learner.status.term == 5
+        assert "term 4" in learner.status.detail
+        assert "term 5 was heard of" in learner.status.detail
+        assert service.joins[-1].claim.term == 5, "but it is told, so that it can take a later one"
+        service.term = 6
+        await until(lambda: learner.status.online)
+        assert learner.status.term == 6
 
 
 @virtual
