@@ -175,22 +175,17 @@ class LeaderSearch:
 
     # -- where to go -------------------------------------------------------------------------
 
-    async def settle(self) -> bool:
+    async def settle(self) -> None:
         """Goes to who leads where the connection was lost; to be called before the next one.
 
         With a single address there is nobody else to ask.
 
-        Returns:
-            True where that is somebody else than before, or leads another term.
-
         Raises:
-            DilocoError: NOT_LEADING or UNAVAILABLE where nobody was found; ask again later.
+            DilocoError: why nobody was found; ask again later unless no waiting heals it.
         """
-        before = self.leadership.current, self.leadership.term
         if self._lost and self._has_choice:
             await self.find()
         self._lost = False
-        return before != (self.leadership.current, self.leadership.term)
 
     def pause_s(self, backoff_s: float) -> float:
         """How long to wait before the next attempt, seconds; less where asking is cheap."""

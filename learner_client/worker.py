@@ -161,8 +161,7 @@ class Worker:
         try:
             while self._exchange.connection.state not in _ENDED:
                 try:
-                    if await search.settle():
-                        self._backoff.succeeded()
+                    await search.settle()
                     if grant is None:
                         grant = await admission.join(watcher.versions)
                     await self._session(link, grant, watcher, pusher)
