@@ -6,6 +6,7 @@ See ``Learner``. Everything else here is what its arguments and results are made
 from __future__ import annotations
 
 from learner_client.core.connection import Change, State
+from learner_client.core.leadership import Move
 from learner_client.errors import DilocoError, Reason, UsageError
 from learner_client.learner import Learner
 from learner_client.overhead import Overhead
@@ -20,6 +21,7 @@ __all__ = [
     "Learner",
     "LearnerStatus",
     "ModuleParameters",
+    "Move",
     "Overhead",
     "Parameters",
     "Reason",

@@ -27,6 +27,7 @@ _LOG = logging.getLogger("learner_client")
 ASK_DEADLINE_S: Final = 3.0
 """Longest wait for an answer to who leads."""
 
+_ASK_INTERVAL_S: Final = 0.5
 _LINGER_S: Final = 0.5
 _LOOKS_PER_LEASE: Final = 4
 _MAX_TERM_DIGITS: Final = 18
@@ -165,6 +166,10 @@ class LeaderSearch:
     def _is_of_our_run(self, run_id: str) -> bool:
         return not (run_id and self._run_id) or run_id == self._run_id
 
+    @property
+    def _has_choice(self) -> bool:
+        return len(self.leadership.addresses) > 1
+
     def _at(self) -> str:
         return self.leadership.current or "the synchronizer"
 
@@ -176,11 +181,15 @@ class LeaderSearch:
         With a single address there is nobody else to ask.
 
         Raises:
-            DilocoError: NOT_LEADING or UNAVAILABLE where nobody was found; ask again later.
+            DilocoError: why nobody was found; ask again later unless no waiting heals it.
         """
-        if self._lost and len(self.leadership.addresses) > 1:
+        if self._lost and self._has_choice:
             await self.find()
         self._lost = False
+
+    def pause_s(self, backoff_s: float) -> float:
+        """How long to wait before the next attempt, seconds; less where asking is cheap."""
+        return min(backoff_s, _ASK_INTERVAL_S) if self._has_choice else backoff_s
 
     async def find(self) -> admin_pb2.GetRunResponse:
         """Asks all, goes to the one that leads, and returns what it serves.
@@ -234,7 +243,7 @@ class LeaderSearch:
             DilocoError: NOT_LEADING where the current one is to be left.
         """
         leadership = self.leadership
-        if len(leadership.addresses) == 1:
+        if not self._has_choice:
             return
         asked = await self._ask(leadership.addresses)
         for item in asked:

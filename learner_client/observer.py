@@ -81,7 +81,8 @@ class Observer:
                 error = caught
             error = self._search.judged(error)
             self._lost(error)
-            await asyncio.sleep(self._backoff.failed(random.random()))
+            pause_s = self._backoff.failed(random.random())
+            await asyncio.sleep(self._search.pause_s(pause_s))
 
     def _came_back(self) -> None:
         self._backoff.succeeded()

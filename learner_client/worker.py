@@ -174,7 +174,8 @@ class Worker:
                         grant = None
                     if error.reason not in REJOIN:
                         self._exchange.lost(error)
-                    await self._runtime.sleep(self._backoff.failed(self._runtime.rng.random()))
+                    pause_s = self._backoff.failed(self._runtime.rng.random())
+                    await self._runtime.sleep(search.pause_s(pause_s))
         except Exception as error:
             _LOG.exception("%s: the background work failed", self._identity.learner_id)
             self._exchange.failed(

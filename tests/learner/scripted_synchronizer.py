@@ -52,6 +52,7 @@ class ScriptedSynchronizer(
     refuses: dict[str, DilocoError] = field(default_factory=dict)
     addresses: tuple[str, ...] = ()
     asked: int = 0
+    is_frozen: bool = False
     cut_push_at: int | None = None
     hold_pushes: bool = False
     answer_pushes_with: Reason | None = None
@@ -328,6 +329,8 @@ class ScriptedSynchronizer(
             self._handlers.discard(task)
 
     async def _check(self, context, rpc: str, incarnation=None) -> None:
+        if self.is_frozen:
+            await asyncio.Event().wait()
         if self.is_away:
             await abort(context, DilocoError(Reason.UNAVAILABLE, "away"))
         if rpc in self.refuses:

@@ -56,7 +56,7 @@ async def test_a_learner_moves_when_its_leader_dies_and_loses_nothing(caplog):
         assert learner.local_step == 3
         assert world.open == 1, "connections that were left are closed"
     assert [(m.left, m.address, m.term) for m in world.moves] == [(A, B, 2)]
-    assert "UNAVAILABLE" in world.moves[0].why
+    assert world.moves[0].why.startswith("UNAVAILABLE"), "why it was left"
     assert sum("moves from" in record.message for record in caplog.records) == 1
     assert world.open == 0
 
@@ -109,6 +109,33 @@ async def test_with_all_down_it_trains_on_says_so_once_and_comes_back(caplog):
     assert not world.moves
 
 
+@virtual
+async def test_a_new_leader_is_found_soon_even_after_a_long_time_without_one():
+    world = World()
+    async with world.learner() as learner:
+        world.at[A].go_away()
+        await asyncio.sleep(600)
+        new = world.take_over(B, term=2)
+        began = asyncio.get_running_loop().time()
+        await until(lambda: new.joins and learner.status.online)
+        assert asyncio.get_running_loop().time() - began < 1.0
+
+
+@virtual
+async def test_one_that_does_not_answer_holds_nobody_up_and_leaves_nothing_open():
+    world = World(3)
+    async with world.learner(address=[A, B, C]) as learner:
+        world.at[B].is_frozen = True
+        world.at[A].go_away()
+        new = world.take_over(C, term=2)
+        began = asyncio.get_running_loop().time()
+        await until(lambda: new.joins and learner.status.online)
+        assert asyncio.get_running_loop().time() - began < 1.5
+        new.go_away()
+        await asyncio.sleep(2)
+    assert world.open == 0, "left in the middle of asking"
+
+
 # -- NOT_LEADING ---------------------------------------------------------------------------
 
 
@@ -116,7 +143,8 @@ async def test_with_all_down_it_trains_on_says_so_once_and_comes_back(caplog):
 def test_whoever_says_that_it_does_not_lead_is_left_for_who_does(rpc):
     @virtual
     async def run():
-        world = World()
+        # Leases so long that nobody is asked but for what is said.
+        world = World(lease_timeout_s=3600.0)
         old = world.at[A]
         async with world.learner() as learner:
             train(world.model)
@@ -198,20 +226,52 @@ async def test_a_leader_that_was_cut_off_from_its_peers_is_left_and_never_gets_a
 
 
 @virtual
-async def test_who_leads_an_earlier_term_cannot_end_a_learner():
-    world = World()
-    old = world.at[A]
+async def test_a_single_synchronizer_that_comes_back_with_an_earlier_term_is_not_obeyed():
+    world = World(1)
+    service = world.at[A]
+    service.term = 5
     async with world.learner() as learner:
-        old.refuses = {"GetRun": no_leader(2), "Watch": no_leader(2)}
-        old.go_away()
-        old.come_back()
+        service.term = 3
+        service.restart()
+        await until(lambda: len(service.joins) > 5)
+        assert learner.status.term == 5
+        assert "term 4" in learner.status.detail
+        assert "term 5 was heard of" in learner.status.detail
+        assert service.joins[-1].claim.term == 5, "but it is told, so that it can take a later one"
+        service.term = 6
+        await until(lambda: learner.status.online)
+        assert learner.status.term == 6
+
+
+@virtual
+async def test_who_leads_an_earlier_term_cannot_end_a_learner():
+    world = World(1)
+    service = world.at[A]
+    service.term = 5
+    async with world.learner() as learner:
+        fenced = DilocoError(Reason.FENCED, "another process took over", term=3)
+        service.refuses = {"Report": fenced, "Watch": fenced, "Join": fenced}
+        service.go_away()
+        service.come_back()
         await until(lambda: learner.status.reason == "NOT_LEADING")
-        fenced = DilocoError(Reason.FENCED, "another process took over", term=1)
-        old.refuses = {"Report": fenced, "Watch": fenced, "Join": fenced}
-        world.follow(world.at[B], term=2)
         await asyncio.sleep(30)
         learner.step(num_tokens=1)
-        new = world.take_over(B, term=2)
+        assert learner.status.state is State.TRAINING
+        service.refuses = {}
+        await until(lambda: learner.status.online)
+
+
+@virtual
+async def test_a_term_that_was_only_heard_of_rules_out_who_leads_an_earlier_one():
+    world = World(3)
+    old, new = world.at[A], world.at[C]
+    async with world.learner(address=A) as learner:
+        claim = types_pb2.LeadershipClaim(run_id=old.settings.run_id, term=2, leader_id="other")
+        told = synchronizer_pb2.NotLeading(claim=claim, addresses=[C])
+        old.say(NAME, not_leading=told)
+        await until(lambda: new.asked > 20)
+        assert len(old.watches) == 1, "though it says when asked that it leads"
+        world.take_over(C, term=2)
         await until(lambda: new.joins and learner.status.online)
 
 

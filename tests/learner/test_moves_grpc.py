@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 
 import pytest
 import torch
+from scripted_synchronizer import until
 from served_synchronizer import Served, served
 from torch import nn
 
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.layout import Strategy, build_layout
-from decoupled_diloco.v1 import synchronizer_pb2
+from decoupled_diloco.v1 import admin_pb2, synchronizer_pb2
 from learner_client import Learner, State, wait_for_settings
 from learner_client.addresses import MAX_ADDRESSES, read_addresses, usable_addresses
 from learner_client.dialling import search_for
 from learner_client.observer import Observer
 from learner_client.parameters import ModuleParameters
 from learner_client.settings import EvaluatorSettings, LearnerSettings
+from learner_client.transport import GrpcTransport
 
 NAME = "learner-0"
 
@@ -103,6 +106,18 @@ def test_a_push_under_way_to_a_leader_that_is_left_costs_nothing():
         second.do(lambda: second.service.pull(NAME, 2, 1))
         second.wait(lambda: second.service.pushes)
         assert second.service.pushes[0].header.num_steps == 1
+
+
+@pytest.mark.asyncio
+async def test_calls_under_way_end_as_unavailable_where_a_connection_is_left():
+    with served() as running:
+        running.service.is_frozen = True
+        transport = GrpcTransport(running.address)
+        call = asyncio.create_task(transport.get_run(admin_pb2.GetRunRequest()))
+        await until(lambda: running.service.asked)
+        await transport.aclose()
+        with pytest.raises(DilocoError, match="UNAVAILABLE"):
+            await call
 
 
 def test_settings_come_from_the_leader_wherever_it_stands():
