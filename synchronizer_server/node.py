@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from decoupled_diloco.claims import Claim
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.fault_points import FaultPoint, reach
 from decoupled_diloco.settings import RunSettings
 from synchronizer_server.assembly import Assembled, Outside, assemble
 from synchronizer_server.core import events as ev
@@ -113,6 +114,8 @@ class Node:
             await election.leadership.give_up(error.message)
             await asyncio.sleep(_RETRY_S)
             return
+        if election is not None:
+            reach(FaultPoint.MID_TAKEOVER)
         engine = assembled.engine
         self.assembled = assembled
         self._board.lead(

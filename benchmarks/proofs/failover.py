@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ from typing import Any
 import click
 import torch
 
+from decoupled_diloco.errors import EXIT_DRAINED
 from diloco_fleet.lineage import leaderships, lost_rounds, standing_rounds
 from diloco_fleet.metrics import RunMetrics
 from diloco_fleet.report import percentile
@@ -162,7 +164,7 @@ def start(folder: Path, num_learners: int, pace: float) -> Fleet:
 def finish(fleet: Fleet) -> tuple[dict[str, Any], RunMetrics]:
     """Drains a fleet; returns its report and its metrics."""
     fleet.interrupt()
-    if fleet.wait() != 143:
+    if fleet.wait() != EXIT_DRAINED:
         raise SystemExit(f"diloco run did not drain:\n{fleet.text()}")
     return fleet.report(), fleet.metrics()
 
@@ -237,6 +239,8 @@ def print_evidence(found: Evidence, bound_s: float) -> None:
 @click.option("--seed", default=0, show_default=True, help="of the moments of the kills")
 @click.option("--write/--no-write", default=True, help="write failover.json")
 def main(*, kills: int, learners: int, rounds: int, pace: float, seed: int, write: bool) -> None:
+    # Told to stop, it ends its fleets, as after an error.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_DRAINED))
     with tempfile.TemporaryDirectory(prefix="proof-failover-") as folder:
         undisturbed = left_alone(Path(folder) / "undisturbed", learners, pace, rounds)
         chance = random.Random(seed)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from redis import Redis
+from redis.exceptions import ConnectionError as RedisGone
 
 from decoupled_diloco.errors import DilocoError, Reason
 from diloco_fleet.metrics import RunMetrics, read_metrics
@@ -203,6 +204,14 @@ class FleetView(ABC):
         return Redis(
             port=int(config["port"]), password=config["requirepass"], socket_timeout=PATIENCE_S
         )
+
+    def redis_answers(self) -> bool:
+        """Whether the fleet's Redis is there."""
+        try:
+            with self.redis() as client:
+                return bool(client.ping())
+        except RedisGone:
+            return False
 
     def empty_redis(self) -> float:
         """Takes everything out of the fleet's Redis; returns the unix time just before."""
