@@ -111,6 +111,7 @@ class JoinDesk:
             raise DilocoError(
                 Reason.NOT_LEADING,
                 f"{claim.leader_id[:40]} leads in term {claim.term}; ask the other addresses",
+                run_id=claim.run_id,
                 term=claim.term,
                 leader_id=claim.leader_id,
                 addresses=",".join(parts.addresses[1:]),

@@ -199,9 +199,9 @@ class Node:
         return DilocoError(
             Reason.NOT_LEADING,
             f"this synchronizer does not lead run {self._run.run_id!r}; {known}",
+            run_id=self._run.run_id,
             term=claim.term if claim else 0,
             leader_id=claim.leader_id if claim else "",
-            signature=claim.signature.hex() if claim else "",
             addresses=",".join(addresses),
         )
 
