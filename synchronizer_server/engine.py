@@ -174,8 +174,8 @@ class Engine:
                 self._completed(effect)
             case fx.WaitChanged() | fx.LearnerChanged():
                 self._tell(effect)
-            case fx.GrantSeed() | fx.StagePush():
-                pass  # the Join and Push services read these from what `handle` returns
+            case fx.GrantSeed() | fx.GrantData() | fx.StagePush():
+                pass  # the services read these from what `handle` returns
 
     # -- streams ---------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Final
@@ -98,6 +99,7 @@ class RoundWork:
             measured_h=summary.measured_h,
             bytes_up=self._ledger.bytes_up.total(),
             bytes_down=self._ledger.bytes_down.total(),
+            **_data(summary),
         )
 
     async def persist_seed(self) -> None:
@@ -123,3 +125,11 @@ class RoundWork:
         self._parts.committer.publish_seed()
         self._parts.journal.write("seeded")
         logger.info("the run is seeded")
+
+
+def _data(summary: fx.RoundSummary) -> dict[str, object]:
+    """What a line of the journal says of leased data: all there is, and what is new."""
+    if summary.data_totals is None:
+        return {}
+    ranges = [(x.epoch, x.start, x.stop) for x in summary.merged_data]
+    return {"data": {**dataclasses.asdict(summary.data_totals), "ranges": ranges}}

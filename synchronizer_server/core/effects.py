@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from decoupled_diloco.errors import Reason
 from decoupled_diloco.versions import Incarnation
+from synchronizer_server.core.data_records import DataLease, DataRange, DataTotals
 from synchronizer_server.core.events import PushKey
 from synchronizer_server.core.records import ContributionRecord, DropRecord
 
@@ -71,6 +72,15 @@ class CloseStream:
     learner_id: str
     incarnation: Incarnation
     reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantData:
+    """Tell this incarnation which range of the data it has; None: nothing before more is merged."""
+
+    learner_id: str
+    incarnation: Incarnation
+    lease: DataLease | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +146,8 @@ class RoundSummary:
         grace_s: grace window granted, seconds.
         measured_h: inner steps of the median live learner since this fragment's merge before;
             None where there was none.
+        merged_data: ranges of leased data that are in every fragment from this round on.
+        data_totals: where leased data stands with this round; None where shards are fixed.
     """
 
     global_step: int
@@ -147,6 +159,8 @@ class RoundSummary:
     quorum_s: float
     grace_s: float
     measured_h: float | None
+    merged_data: tuple[DataRange, ...] = ()
+    data_totals: DataTotals | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +221,7 @@ class Completed:
 
 Effect = (
     GrantSeed
+    | GrantData
     | SendPull
     | SendSchedule
     | SendStop

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from decoupled_diloco.errors import Reason
 from decoupled_diloco.versions import Incarnation, Version
+from synchronizer_server.core.data_records import DataLease
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,11 +32,19 @@ class PushKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerJoined:
-    """Membership granted an incarnation; every earlier one of this learner is fenced."""
+    """Membership granted an incarnation; every earlier one of this learner is fenced.
+
+    Attributes:
+        shard: its number, and data shard.
+        previous: incarnation of the same process before, if it had one.
+        claims: data leases that this process holds since then.
+    """
 
     learner_id: str
     incarnation: Incarnation
     shard: int
+    previous: Incarnation | None = None
+    claims: tuple[DataLease, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +90,8 @@ class StepReported:
         num_tokens: tokens trained in them.
         known_global_steps: global step of the version it has applied, by fragment.
         loss: training loss in nats per token, where it told.
+        data_lease_id: data lease in use; 0 without one.
+        data_position: first position of it that is not trained.
     """
 
     learner_id: str
@@ -90,6 +101,17 @@ class StepReported:
     num_tokens: int
     known_global_steps: tuple[int, ...] = ()
     loss: float | None = None
+    data_lease_id: int = 0
+    data_position: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRequested:
+    """The learner asks for a range of the data; a repeated request is one."""
+
+    learner_id: str
+    incarnation: Incarnation
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +256,7 @@ Event = (
     | LearnerLeft
     | Heard
     | StepReported
+    | DataRequested
     | PullDeclined
     | PushOpened
     | PushProgressed

@@ -59,6 +59,7 @@ class Learner:
         num_refused: pushes refused.
         last_reason: why the last push that was not accepted was not.
         num_tokens_merged: sum of the tokens of its contributions, over all fragments.
+        lease_lost: True once its data is handed out to others: nothing of this life is merged.
     """
 
     learner_id: str
@@ -82,6 +83,7 @@ class Learner:
     num_refused: int = 0
     last_reason: str = ""
     num_tokens_merged: int = 0
+    lease_lost: bool = False
 
     @property
     def live(self) -> bool:
@@ -112,6 +114,9 @@ class Roster:
     def __iter__(self) -> Iterator[Learner]:
         return iter(self._learners.values())
 
+    def __len__(self) -> int:
+        return len(self._learners)
+
     def find(self, learner_id: str) -> Learner | None:
         """Returns the learner, whatever its incarnation."""
         return self._learners.get(learner_id)
@@ -127,7 +132,8 @@ class Roster:
         """Why this incarnation may not act now; None where it may.
 
         FENCED where a later one has joined, and that process must stop; STALE_TERM and
-        UNKNOWN_LEARNER where the same process is to join again.
+        UNKNOWN_LEARNER where the same process is to join again; LEASE_LOST where it is to do so
+        without what it has trained and is not merged.
         """
         known = self._learners.get(learner_id)
         if known is None or known.incarnation < incarnation:
@@ -140,6 +146,11 @@ class Roster:
         if incarnation.term != term:
             return Reason.STALE_TERM, (
                 f"incarnation {incarnation} is of an earlier term, {term} leads; join again"
+            )
+        if known.lease_lost:
+            return Reason.LEASE_LOST, (
+                f"{learner_id} was silent for too long and its data is handed out again; join "
+                "again, without what is not merged"
             )
         return None
 
@@ -155,7 +166,8 @@ class Roster:
         self._live = None
 
     def restore(self, learner_id: str, *, incarnation: Incarnation, shard: int, local_step: int,
-                num_tokens_merged: int, heard_at: float, expected: bool) -> None:  # fmt: skip
+                num_tokens: int, num_tokens_merged: int, heard_at: float,
+                expected: bool) -> None:  # fmt: skip
         """Puts a learner back that a record knows.
 
         Expected, where the membership heard it not long ago, else disconnected, until it joins
@@ -170,6 +182,7 @@ class Roster:
             state=LearnerState.EXPECTED if expected else LearnerState.DISCONNECTED,
             local_step=local_step,
             asked_step=local_step,
+            num_tokens=num_tokens,
             num_tokens_merged=num_tokens_merged,
         )
 

@@ -12,6 +12,7 @@ from typing import Final
 
 from decoupled_diloco.errors import Reason
 from decoupled_diloco.versions import Incarnation, Version
+from synchronizer_server.core.data_records import DataRange, DataTotals
 from synchronizer_server.core.effects import RoundSummary
 from synchronizer_server.core.events import PushOpened
 from synchronizer_server.core.records import ContributionRecord, DropRecord
@@ -117,6 +118,8 @@ class Round:
         persisted_as: what is being persisted; the same is published.
         retry_at: no attempt to persist before that, seconds.
         measured_h: inner steps since the fragment's merge before, of the median learner.
+        merged_data: ranges of leased data that are in every fragment from this round on.
+        data_totals: where leased data stands with this round.
     """
 
     global_step: int
@@ -136,6 +139,8 @@ class Round:
     persisted_as: RoundSummary | None = None
     retry_at: float = 0.0
     measured_h: float | None = None
+    merged_data: tuple[DataRange, ...] = ()
+    data_totals: DataTotals | None = None
 
     def move(self, what: RoundInput) -> None:
         """Takes a transition of the table."""
@@ -175,6 +180,8 @@ class Round:
             quorum_s=self.quorum_s,
             grace_s=self.grace_s,
             measured_h=self.measured_h,
+            merged_data=self.merged_data,
+            data_totals=self.data_totals,
         )
 
 

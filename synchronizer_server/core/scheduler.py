@@ -11,6 +11,7 @@ from synchronizer_server.core.effects import (
     MergeRound,
     PersistRound,
     PublishRound,
+    RoundSummary,
     SendPull,
     SendSchedule,
     SendStop,
@@ -45,7 +46,7 @@ class Scheduler:
                 return True
             if self._in_turn(round_, now):
                 round_.move(RoundInput.IN_TURN)
-                round_.persisted_as = round_.summary(state.pace.step_s or 0.0)
+                round_.persisted_as = self._summary(round_)
                 state.effects.append(PersistRound(summary=round_.persisted_as))
                 return True
         if state.draining:
@@ -56,6 +57,16 @@ class Scheduler:
         if active.state is RoundState.COLLECTING:
             return self._try_quorum(active, now)
         return self._try_end_grace(active, now)
+
+    def _summary(self, round_: Round) -> RoundSummary:
+        """What is persisted; from here on its contributions count for the data that they hold."""
+        state = self.state
+        if state.data is not None:
+            round_.merged_data += state.data.committed(
+                round_.accepted.values(), round_.fragment, state.num_fragments
+            )
+            round_.data_totals = state.data.totals
+        return round_.summary(state.pace.step_s or 0.0)
 
     def _collecting_round(self) -> Round | None:
         """The one round that collects: the oldest; later ones are suspended meanwhile."""

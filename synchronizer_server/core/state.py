@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Incarnation, Version
+from synchronizer_server.core.data_records import DataRecord, LeaseRecord
 from synchronizer_server.core.effects import Effect
+from synchronizer_server.core.leases import DataLeases
 from synchronizer_server.core.lineage import Lineage
 from synchronizer_server.core.pacing import Pace
 from synchronizer_server.core.roster import Roster
@@ -26,9 +28,12 @@ class Restored:
         shards: data shard by learner id.
         local_steps: highest local step known by learner id.
         tokens_merged: tokens of accepted contributions by learner id.
+        tokens_processed: tokens reported by learner id.
         quorum: K in force.
         ages_s: seconds since the membership last heard each learner that it counts as a member;
             None where it did not answer.
+        data: where the leased data stands.
+        leases: the data on lease.
     """
 
     global_step: int
@@ -39,6 +44,9 @@ class Restored:
     tokens_merged: Mapping[str, int]
     quorum: int
     ages_s: Mapping[str, float] | None = None
+    tokens_processed: Mapping[str, int] = field(default_factory=dict)
+    data: DataRecord = field(default_factory=DataRecord)
+    leases: tuple[LeaseRecord, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +77,8 @@ class CoreState:
         first_step: t of the first round that this synchronizer opens.
         started: True once that round has opened.
         knows_members: True where the membership said who was alive before the first re-join.
+        data: the book of data leases; None where shards are fixed.
+        claims_until: until then leases of before the start are claimed, and none is handed out.
         effects: what the event under way leads to, in order.
     """
 
@@ -95,6 +105,8 @@ class CoreState:
     first_step: int = 1
     started: bool = False
     knows_members: bool = False
+    data: DataLeases | None = None
+    claims_until: float = 0.0
     effects: list[Effect] = field(default_factory=list)
 
     @property
@@ -142,7 +154,15 @@ def new_state(
         lineage=Lineage((), settings.retained_updates),
         pace=Pace(settings, max(num_fragments, 1)),
     )
+    if settings.data_mode == "leases":
+        state.data = DataLeases(
+            length=settings.data_length,
+            lease_length=settings.data_lease_length,
+            record=restored.data if restored is not None and restored.data.num_issued else None,
+            leases=restored.leases if restored is not None else (),
+        )
     if restored is not None:
+        state.claims_until = now + settings.heartbeat_timeout_s
         state.quorum = restored.quorum
         state.last_opened = state.committed = restored.global_step
         state.first_step = restored.global_step + 1
@@ -155,6 +175,7 @@ def new_state(
                 incarnation=incarnation,
                 shard=restored.shards[learner_id],
                 local_step=restored.local_steps.get(learner_id, 0),
+                num_tokens=restored.tokens_processed.get(learner_id, 0),
                 num_tokens_merged=restored.tokens_merged.get(learner_id, 0),
                 heard_at=now - ages_s.get(learner_id, 0.0),
                 expected=ages_s.get(learner_id, math.inf) < settings.heartbeat_timeout_s,

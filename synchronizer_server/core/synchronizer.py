@@ -10,6 +10,8 @@ from decoupled_diloco.errors import Reason
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Incarnation
 from synchronizer_server.core import events as ev
+from synchronizer_server.core.data_desk import DataDesk
+from synchronizer_server.core.data_records import DataLease
 from synchronizer_server.core.effects import (
     CloseStream,
     Effect,
@@ -52,6 +54,7 @@ class SynchronizerCore:
         self._desk = PushDesk(self.state)
         self._scheduler = Scheduler(self.state, self._desk)
         self._seeding = Seeding(self.state)
+        self._data = DataDesk(self.state)
         self._wait_log = WaitLog(Waits(self.state, self._scheduler))
 
     def fix_layout(self, num_fragments: int) -> None:
@@ -78,6 +81,7 @@ class SynchronizerCore:
             *self._scheduler.deadlines(now),
             self._seeding.deadline(),
             state.roster.silent_at(state.settings.heartbeat_timeout_s),
+            self._data.expires_at(),
             self._wait_log.next_at(now, self._patience_s()),
         ]
         return min((at for at in times if at is not None), default=None)
@@ -92,14 +96,27 @@ class SynchronizerCore:
         """Why this learner may not push the seed of this fragment; None where it may."""
         return self._seeding.refusal(learner_id, incarnation, fragment)
 
+    def lease_refusal(
+        self,
+        learner_id: str,
+        previous: Incarnation | None,
+        claims: tuple[DataLease, ...],
+        now: float,
+    ) -> str | None:
+        """Why a process that joins again has lost the data leases it claims; None: it has not."""
+        return self._data.why_lost(learner_id, previous, claims, now)
+
     def shard_for(self, learner_id: str) -> int | None:
-        """Data shard of a learner id: the one it always had, or a free one; None where none is."""
+        """Data shard of a learner id: the one it always had, or a free one; None where none is.
+
+        With leased data it is a number of its own and nothing more: there is always one.
+        """
         known = self.state.roster.find(learner_id)
         if known is not None:
             return known.shard
         taken = {x.shard for x in self.state.roster}
-        free = (i for i in range(self.state.settings.num_learners) if i not in taken)
-        return next(free, None)
+        most = self.state.settings.num_learners + (len(taken) if self.state.data else 0)
+        return next((i for i in range(most) if i not in taken), None)
 
     def _patience_s(self) -> float:
         step_s = self.state.pace.step_s or 0.0
@@ -109,6 +126,8 @@ class SynchronizerCore:
         match event:
             case ev.StepReported():
                 self._reported(event, now)
+            case ev.DataRequested():
+                self._data.requested(event, now)
             case ev.Heard():
                 learner = self._current(event.learner_id, event.incarnation)
                 if learner is not None:
@@ -158,7 +177,8 @@ class SynchronizerCore:
                 self._joined(event, now)
             case ev.StreamOpened():
                 learner = self._current(event.learner_id, event.incarnation)
-                if learner is not None and learner.state is not LearnerState.LEFT:
+                may_open = learner is not None and not learner.lease_lost
+                if learner is not None and may_open and learner.state is not LearnerState.LEFT:
                     self.state.roster.opened(learner, now)
                     self._changed(learner, "report stream open")
             case ev.StreamClosed():
@@ -177,6 +197,7 @@ class SynchronizerCore:
             self.state.effects.append(
                 Fence(learner_id=event.learner_id, incarnation=before.incarnation)
             )
+        self._data.joined(event)
         self._changed(learner, "joined")
         self._seeding.joined(event.learner_id, event.incarnation, now)
 
@@ -184,6 +205,7 @@ class SynchronizerCore:
         learner = self._current(event.learner_id, event.incarnation)
         if learner is None or not self.state.roster.reported(learner, event, now):
             return
+        self._data.reported(event)
         median = self.state.roster.median_step_s()
         if median is not None:
             self.state.pace.observe_step(median)
@@ -202,6 +224,8 @@ class SynchronizerCore:
         if state is LearnerState.DISCONNECTED and learner.state is LearnerState.GONE:
             return
         self.state.roster.move(learner, state)
+        if state is LearnerState.LEFT:
+            self._data.give_back(learner)
         self._drop_out(learner, reason)
 
     def _expire(self, now: float) -> None:
@@ -215,6 +239,10 @@ class SynchronizerCore:
                     reason=Reason.LEARNER_GONE,
                 )
             )
+        for learner in self._data.expired(now):
+            self.state.roster.move(learner, LearnerState.GONE)
+            self._data.give_back(learner)
+            self._changed(learner, "silent; its data is handed out again")
 
     def _drop_out(self, learner: Learner, reason: str) -> None:
         message = f"{learner.learner_id} is out: {reason}"

@@ -103,4 +103,6 @@ def _step(learner_id: str, incarnation: Incarnation, step: pb.InnerStep) -> ev.S
         num_tokens=check_count(step.num_tokens, "a number of tokens"),
         known_global_steps=tuple(step.clock.known_global_steps),
         loss=loss_from(step),
+        data_lease_id=check_count(step.data_lease_id, "a data lease"),
+        data_position=check_count(step.data_position, "a data position"),
     )
