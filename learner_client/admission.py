@@ -88,6 +88,12 @@ class Admission:
             previous_incarnation=(None if before is None else incarnation_to(before.incarnation)),
             claim=self._search.claim,
             labels=link.identity.labels,
+            leases=[
+                synchronizer_pb2.DataLease(
+                    lease_id=x.lease_id, epoch=x.epoch, start=x.start, stop=x.stop
+                )
+                for x in link.exchange.data.claims
+            ],
         )
 
     def _begin(self, layout: Layout, settings: RunSettings) -> None:
@@ -129,7 +135,7 @@ def _read_grant(response: synchronizer_pb2.JoinResponse) -> Grant:
     if incarnation.number < 1:
         raise malformed("the synchronizer granted no incarnation")
     settings = settings_from_proto(response.settings)
-    if response.shard >= settings.num_learners:
+    if response.shard >= settings.num_learners and settings.data_mode == "shards":
         raise DilocoError(
             Reason.MALFORMED,
             f"granted data shard {response.shard} of {settings.num_learners}; "

@@ -14,20 +14,21 @@ from typing import Final, Self
 import torch
 from torch import nn
 
-from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.layout import Layout
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Incarnation
 from learner_client.checkpoint import SavedState, saved_state_from
 from learner_client.core.connection import Change, State
 from learner_client.core.leadership import Move
+from learner_client.data import LeasedData
 from learner_client.dialling import search_for
 from learner_client.exchange import Exchange, Grant, Update
 from learner_client.link import Identity
 from learner_client.overhead import Overhead, OverheadMeter
 from learner_client.parameters import ModuleParameters, Parameters
 from learner_client.runtime import Runtime
-from learner_client.status import LearnerStatus, status_of
+from learner_client.status import LearnerStatus, not_joined, status_of
 from learner_client.transport.base import Transport
 from learner_client.worker import Worker
 
@@ -122,7 +123,9 @@ class Learner:
 
     # -- the loop --------------------------------------------------------------------------
 
-    def step(self, *, num_tokens: int, loss: float | None = None) -> None:
+    def step(
+        self, *, num_tokens: int, loss: float | None = None, num_samples: int | None = None
+    ) -> None:
         """The boundary after one inner step; never waits for the network.
 
         In this order: counts the step, writes pending updates into the model, copies the fragments
@@ -131,6 +134,8 @@ class Learner:
         Args:
             num_tokens: tokens trained in this step.
             loss: training loss of the step, nats per token.
+            num_samples: samples of ``data`` trained in this step; all that were handed out and
+                not trained, by default. Needed where a DataLoader fetches ahead.
 
         Raises:
             DilocoError: ``FENCED`` where another process took over this learner id; or a refusal
@@ -142,7 +147,11 @@ class Learner:
             raise UsageError(Reason.CONFIG_INVALID, f"num_tokens is {num_tokens}; at least 0")
         if self._exchange.failure is not None:
             raise self._exchange.failure
+        progress = self._exchange.data.trained(num_samples)
         self._write(self._exchange.count(num_tokens))
+        if self._exchange.is_void(progress):
+            self._write_published()
+            self._exchange.discarded()
         self._copy_due()
         now = time.perf_counter()
         loop_s, self._stepped_at = now - self._stepped_at, now
@@ -151,6 +160,7 @@ class Learner:
             loss=None if loss is None else float(loss),
             step_s=loop_s,
             overhead_s=now - began,
+            progress=progress,
         )
         worker.wake()
         self._meter.add(inside_s=time.perf_counter() - began, loop_s=loop_s)
@@ -198,8 +208,14 @@ class Learner:
 
     @property
     def shard(self) -> int:
-        """Data shard of this learner id, below ``settings.num_learners``."""
+        """Data shard of this learner id; below ``settings.num_learners`` where shards are fixed."""
         return self._granted().shard
+
+    @property
+    def data(self) -> LeasedData:
+        """Which samples to train on, where the run leases its data."""
+        self._granted()
+        return self._exchange.data
 
     @property
     def settings(self) -> RunSettings:
@@ -275,9 +291,12 @@ class Learner:
         while self.finished and self.global_step < total and time.monotonic() < give_up:
             time.sleep(_POLL_S)
             self._write(self._exchange.take_updates())
+        self._write_published()
+        return self.global_step
+
+    def _write_published(self) -> None:
         for fragment, base in self._exchange.bases.items():
             self._parameters.write_fragment(self._layout().fragments[fragment], base)
-        return self.global_step
 
     # -- entering and leaving --------------------------------------------------------------
 
@@ -288,7 +307,7 @@ class Learner:
         try:
             self._exchange.synced.result(self._join_timeout_s)
         except TimeoutError:
-            error = self._not_joined()
+            error = not_joined(self._exchange, self._join_timeout_s)
             self.close("gave up joining")
             raise error from None
         except BaseException:
@@ -321,7 +340,7 @@ class Learner:
             async with asyncio.timeout(self._join_timeout_s):
                 await asyncio.wrap_future(self._exchange.synced)
         except TimeoutError:
-            error = self._not_joined()
+            error = not_joined(self._exchange, self._join_timeout_s)
             await self.aclose("gave up joining")
             raise error from None
         except BaseException:
@@ -363,14 +382,6 @@ class Learner:
     def _begin(self) -> None:
         self._write(self._exchange.take_updates())
         self._stepped_at = time.perf_counter()
-
-    def _not_joined(self) -> DilocoError:
-        connection = self._exchange.connection
-        return DilocoError(
-            Reason.UNAVAILABLE,
-            f"no published parameters within {self._join_timeout_s} s: {connection.state}, "
-            f"{connection.reason}: {connection.detail}; check address and synchronizer",
-        )
 
     def _running(self) -> Worker:
         if self._worker is None or self._exchange.grant is None:

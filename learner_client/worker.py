@@ -29,6 +29,7 @@ from learner_client.core.reports import StepReport
 from learner_client.core.retry import REJOIN, Backoff, is_fatal
 from learner_client.exchange import Exchange, Grant
 from learner_client.leaders import LeaderSearch
+from learner_client.leaser import Leaser
 from learner_client.link import Identity, Link
 from learner_client.parameters import Parameters
 from learner_client.pusher import Pusher
@@ -158,15 +159,19 @@ class Worker:
         search, admission = self._search, Admission(link, self._search, self._saved)
         search.relay = lambda calls: admission.relay(calls, watcher.versions)
         grant = None
+        leaser = Leaser(link)
+        self._exchange.data.on_want = lambda: self._call_soon(leaser.wanted.set)
         try:
             while self._exchange.connection.state not in _ENDED:
                 try:
                     await search.settle()
                     if grant is None:
                         grant = await admission.join(watcher.versions)
-                    await self._session(link, grant, watcher, pusher)
+                    await self._session(link, grant, watcher, pusher, leaser)
                 except DilocoError as caught:
                     error = search.judged(caught)
+                    if error.reason is Reason.LEASE_LOST:
+                        self._exchange.leases_lost()
                     if is_fatal(error):
                         self._exchange.failed(error)
                         return
@@ -184,7 +189,9 @@ class Worker:
         finally:
             await pusher.aclose()
 
-    async def _session(self, link: Link, grant: Grant, watcher: Watcher, pusher: Pusher) -> None:
+    async def _session(
+        self, link: Link, grant: Grant, watcher: Watcher, pusher: Pusher, leaser: Leaser
+    ) -> None:
         """One connection, from the answer to a Join until it is lost."""
         self._declines.clear()
         pusher.keep_only(grant)
@@ -199,6 +206,7 @@ class Worker:
             self._until_lost(
                 self._search.keep_watch(grant.settings.lease_timeout_s, self._progress)
             ),
+            self._until_lost(leaser.run(grant)),
         )
         await _together(*streams)
 
@@ -358,6 +366,8 @@ def _inner_step(link: Link, report: StepReport) -> synchronizer_pb2.InnerStep:
         loss=report.loss,
         step_seconds=report.step_s,
         overhead_seconds=report.overhead_s,
+        data_lease_id=report.data_lease_id,
+        data_position=report.data_position,
     )
 
 

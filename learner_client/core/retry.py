@@ -9,7 +9,7 @@ from decoupled_diloco.errors import DilocoError, Reason
 _SURVIVED: Final = frozenset({Reason.INTERNAL, Reason.UNIMPLEMENTED})
 """Faults of the other side: a learner outlives them, though a catalogue says "do not retry"."""
 
-REJOIN: Final = frozenset({Reason.UNKNOWN_LEARNER, Reason.STALE_TERM})
+REJOIN: Final = frozenset({Reason.UNKNOWN_LEARNER, Reason.STALE_TERM, Reason.LEASE_LOST})
 """The synchronizer does not know this incarnation (any more): join again."""
 
 
