@@ -84,13 +84,24 @@ def token_batch(spec: FleetSpec, shard: int, local_step: int) -> torch.Tensor:
     Depends on seed, shard and local step alone, so that a learner that comes back goes on with
     its data where it was.
     """
-    size, length = spec.batch_sizes[shard % len(spec.batch_sizes)], spec.model.sequence_length
-    key = random.Random(f"batch {spec.seed} {shard} {local_step}").getrandbits(60)
+    size = spec.batch_sizes[shard % len(spec.batch_sizes)]
+    return _walk(spec, f"batch {spec.seed} {shard} {local_step}", size)
+
+
+def _walk(spec: FleetSpec, name: str, size: int) -> torch.Tensor:
+    length = spec.model.sequence_length
+    key = random.Random(name).getrandbits(60)
     generator = torch.Generator().manual_seed(key)
     vocab_size = spec.model.vocab_size
     start = torch.randint(vocab_size, (size, 1), generator=generator)
     strides = torch.randint(1, 3, (size, length), generator=generator)
     return torch.cat((start, start + strides.cumsum(1)), dim=1) % vocab_size
+
+
+def leased_batch(spec: FleetSpec, samples: Iterable[tuple[int, int]]) -> torch.Tensor:
+    """The batch of leased samples: int64 ``[B, T + 1]``; one sample is the same in every epoch."""
+    rows = [_walk(spec, f"sample {spec.seed} {index}", 1) for _, index in samples]
+    return torch.cat(rows)
 
 
 class ScriptedLearner:
@@ -101,6 +112,9 @@ class ScriptedLearner:
         index: index of the learner, and part of its id.
         life: which of the processes of this learner it is, from 1.
         address: where the synchronizer is.
+
+    Attributes:
+        samples: leased samples as (epoch, index), by the local step that trained on them.
     """
 
     def __init__(self, spec: FleetSpec, index: int, life: int, address: Address) -> None:
@@ -110,6 +124,7 @@ class ScriptedLearner:
         self.line = Line(address)
         self.losses: list[float] = []
         self.changes: list[str] = []
+        self.samples: list[tuple[int, list[tuple[int, int]]]] = []
         self.model: Transformer = build_model(spec.model, seed=spec.seed + index)
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), fused=True
@@ -138,14 +153,27 @@ class ScriptedLearner:
         await self._stack.enter_async_context(self.learner)
 
     def step(self) -> None:
-        """One inner step, and its boundary."""
-        batch = token_batch(self._spec, self.learner.shard, self.learner.local_step)
+        """One inner step, and its boundary; none where leased data has not come."""
+        batch = self._next_batch()
+        if batch is None:
+            return
         loss = token_loss(self.model, batch[:, :-1], batch[:, 1:])
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self.losses.append(loss.item())
         self.learner.step(num_tokens=batch[:, 1:].numel(), loss=self.losses[-1])
+
+    def _next_batch(self) -> torch.Tensor | None:
+        spec, learner = self._spec, self.learner
+        if spec.settings.data_mode == "shards":
+            return token_batch(spec, learner.shard, learner.local_step)
+        size = spec.batch_sizes[learner.shard % len(spec.batch_sizes)]
+        samples = learner.data.take(size, shuffle_seed=spec.seed)
+        if samples is None:
+            return None
+        self.samples.append((learner.local_step + 1, samples))
+        return leased_batch(spec, samples)
 
     async def leave(self) -> None:
         """Says goodbye."""
