@@ -180,11 +180,11 @@ class JoinDesk:
         engine = self._engine
         state = engine.core.state
         shard = self._shard(learner_id)
+        previous, claims = previous_from(request), leases_from(request)
         known = state.roster.find(learner_id)
         incarnation = await self._grant_incarnation(
             learner_id, known.incarnation.number if known is not None else 0
         )
-        previous, claims = previous_from(request), leases_from(request)
         why = engine.core.lease_refusal(learner_id, previous, claims, engine.parts.clock())
         if why is not None:
             raise DilocoError(
