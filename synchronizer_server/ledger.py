@@ -126,6 +126,7 @@ def make_record(
         num_tokens_merged=sum(merged.values()),
         tokens_merged_by_learner=merged,
         layout_fingerprint=fingerprint,
+        rolled_back=summary.rolled_back if summary else "",
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from decoupled_diloco.errors import Reason
-from decoupled_diloco.versions import Incarnation
+from decoupled_diloco.versions import Incarnation, Version
 from synchronizer_server.core.events import PushKey
 from synchronizer_server.core.records import ContributionRecord, DropRecord
 
@@ -107,10 +107,18 @@ class AnswerPush:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeRound:
-    """Compute the outer step of a full round from what was accumulated."""
+    """Compute the outer step of a full round from what was accumulated.
+
+    Attributes:
+        global_step: the round.
+        fragment: its fragment.
+        roll_back_to: where an operator puts the fragment back: the retained version whose copy is
+            published anew, with residual and momentum zero; nothing was accumulated then.
+    """
 
     global_step: int
     fragment: int
+    roll_back_to: Version | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +144,7 @@ class RoundSummary:
         grace_s: grace window granted, seconds.
         measured_h: inner steps of the median live learner since this fragment's merge before;
             None where there was none.
+        rolled_back: why an operator put the fragment back in this round; empty in all others.
     """
 
     global_step: int
@@ -147,6 +156,7 @@ class RoundSummary:
     quorum_s: float
     grace_s: float
     measured_h: float | None
+    rolled_back: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +209,42 @@ class LearnerChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineChanged:
+    """A learner is left out for a while, or (reason empty) is tried again.
+
+    Attributes:
+        reason: why, for people; empty where it is over.
+        seconds: for how long.
+    """
+
+    learner_id: str
+    incarnation: Incarnation
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountersCut:
+    """A learner claims counters that it cannot have; its weight is cut down. Said once in a row.
+
+    Attributes:
+        detail: what was claimed and what counts.
+    """
+
+    learner_id: str
+    incarnation: Incarnation
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollBackFailed:
+    """A fragment could not be put back after all."""
+
+    fragment: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
     """The last round is published, or a drain has nothing left to finish."""
 
@@ -222,5 +268,8 @@ Effect = (
     | PublishRound
     | WaitChanged
     | LearnerChanged
+    | QuarantineChanged
+    | CountersCut
+    | RollBackFailed
     | Completed
 )

@@ -98,6 +98,7 @@ class RoundRecord:
         num_tokens_merged: tokens merged since the seed, of all learners and fragments' rounds.
         tokens_merged_by_learner: the same by learner id.
         layout_fingerprint: fingerprint of the layout that the versions belong to.
+        rolled_back: why an operator put the fragment back in this round; empty in all others.
     """
 
     run_id: str
@@ -116,6 +117,7 @@ class RoundRecord:
     num_tokens_merged: int
     tokens_merged_by_learner: Mapping[str, int]
     layout_fingerprint: str
+    rolled_back: str = ""
 
     def to_dict(self) -> dict[str, object]:
         """Returns the record as JSON values (digests as hex)."""
@@ -137,6 +139,7 @@ class RoundRecord:
             "num_tokens_merged": self.num_tokens_merged,
             "tokens_merged_by_learner": dict(self.tokens_merged_by_learner),
             "layout_fingerprint": self.layout_fingerprint,
+            "rolled_back": self.rolled_back,
         }
 
     @classmethod
@@ -167,6 +170,7 @@ class RoundRecord:
             num_tokens_merged=reader.integer("num_tokens_merged"),
             tokens_merged_by_learner=reader.mapping("tokens_merged_by_learner", _integer),
             layout_fingerprint=reader.text("layout_fingerprint"),
+            rolled_back=reader.text("rolled_back"),
         )
         reader.done()
         _check_consistent(record)
