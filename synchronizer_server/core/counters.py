@@ -52,10 +52,9 @@ def credible(
     if merged_step is not None and merged_step < local_step:
         # Not below: its user may have gone back to an older state.
         num_steps = min(num_steps, local_step - merged_step)
-    rate = min(header.num_tokens / header.num_steps, _most_tokens_per_step(learner, others))
-    num_tokens = header.num_tokens
-    if num_steps != header.num_steps or rate * num_steps < num_tokens:
-        num_tokens = max(min(num_tokens, math.floor(rate * num_steps)), 1)
+    num_tokens = header.num_tokens * num_steps // header.num_steps
+    most = math.floor(_most_tokens_per_step(learner, others) * num_steps)
+    num_tokens = max(min(num_tokens, most), 1)
     return dataclasses.replace(
         header, local_step=local_step, num_steps=num_steps, num_tokens=num_tokens
     )
