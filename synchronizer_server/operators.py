@@ -75,6 +75,7 @@ class OperatorDesk:
                 return await work()
 
             task = asyncio.get_running_loop().create_task(run())
+            task.add_done_callback(_look)  # nobody may be left who asks
             self._answers[key] = task
             while len(self._answers) > _MAX_REMEMBERED:
                 self._answers.popitem(last=False)
@@ -150,6 +151,11 @@ class OperatorDesk:
             reason,
         )
         return pb.RollBackFragmentResponse(version=version_to(await asyncio.shield(done)))
+
+
+def _look(task: asyncio.Task[Message]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 def _one_line(text: str) -> str:

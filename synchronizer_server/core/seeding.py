@@ -42,8 +42,8 @@ class Seeding:
         if state.seeded or state.seed_persisting:
             return
         state.seed_forbidden = event.learner_id
-        state.seeder = None
         state.seeded_fragments.clear()
+        state.seeder = None
 
     def lost(self, learner_id: str, incarnation: Incarnation) -> None:
         """A learner is out. If it was the seeder, another one seeds anew."""
