@@ -110,3 +110,18 @@ def test_the_norm_that_is_usual_depends_on_the_steps_behind_it():
     assert answers(s.push("a", norm=60.0, num_steps=1)) == ["a refused NORM_BOUND"]
     assert answers(s.push("b", norm=60.0, num_steps=2, local_step=local_step)) == ["b accepted"]
     assert math.sqrt(2) * FACTOR > 60.0
+
+
+def test_what_is_refused_moves_nothing_however_often_it_comes():
+    """Of two learners the higher median counts: only accepted norms may get into it."""
+    s = Script(settings(norm_bound_factor=FACTOR, quarantine_after=0)).warm("a", "b")
+    s.auto = {"merge", "persist"}
+    seen = []
+    for turn in range(32 * s.P):
+        s.report("a", "b")
+        s.push("a", norm=1.0)
+        refused = answers(s.push("b", norm=1.0 if turn < 8 * s.P else 1e6))
+        seen += [x for x in refused if "NORM_BOUND" in x]
+        s.advance(0.1)
+    assert len(seen) >= 20 * s.P, "many more than were ever accepted of it"
+    assert {s.core.state.scale.bound(f, 1) for f in range(s.P)} == {FACTOR}
