@@ -93,8 +93,10 @@ class OperatorDesk:
                 Reason.CONFIG_INVALID, f"quorum is {quorum}; between 1 and {MAX_QUORUM}"
             )
         try:
-            await engine.parts.membership.set_quorum(quorum)
+            await engine.parts.membership.set_quorum(quorum, engine.core.state.term)
         except DilocoError as error:
+            if error.reason not in {Reason.MEMBERSHIP_UNAVAILABLE, Reason.MALFORMED}:
+                raise
             logger.warning("the membership keeps another quorum: %s", error.message)
         before = engine.core.state.quorum
         engine.handle(ev.QuorumSet(quorum=quorum))

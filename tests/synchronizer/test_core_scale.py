@@ -114,7 +114,8 @@ def test_the_norm_that_is_usual_depends_on_the_steps_behind_it():
 
 def test_what_is_refused_moves_nothing_however_often_it_comes():
     """Of two learners the higher median counts: only accepted norms may get into it."""
-    s = Script(settings(norm_bound_factor=FACTOR, quarantine_after=0)).warm("a", "b")
+    s = Script(settings(norm_bound_factor=FACTOR, quarantine_after=0)).warm("a", "b", "c")
+    s.leave("c")
     s.auto = {"merge", "persist"}
     seen = []
     for turn in range(32 * s.P):
