@@ -19,7 +19,8 @@ def command(
     """Ask a learner to finish its step and leave.
 
     LEARNER is its id, as in `diloco status`. The others go on without it; nobody waits for it. A
-    supervisor that restarts whatever ends starts it again.
+    supervisor that restarts whatever ends starts it again: `diloco run --restart on-failure` does
+    not.
     """
     with OperatorClient(fleet_address(run_dir, address), insecure=insecure) as client:
         client.drain(learner, reason)
