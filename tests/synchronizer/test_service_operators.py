@@ -170,10 +170,18 @@ async def test_rounds_go_on_after_a_fragment_was_put_back() -> None:
         a = await trained(fleet, 8)
         answer = asyncio.ensure_future(roll_back(fleet, 2))
         await until(lambda: fleet.engine.core.state.roll_backs or answer.done())
-        for _ in range(8):
-            await a.turn()
+        async with asyncio.timeout(3 * PATIENCE_S):
+            while fleet.committed < 16:  # a learner steps on, whether it is asked or not
+                await a.step()
+                try:
+                    async with asyncio.timeout(0.5):
+                        pull = await a.hear("pull")
+                except TimeoutError:
+                    continue
+                await a.push(pull)
         await answer
         assert fleet.engine.updates.version(2).global_step > 8
+        assert {v.global_step > 8 for v in fleet.engine.updates.versions()} == {True}
 
 
 async def test_what_cannot_be_put_back_is_refused_and_who_waits_hears_of_the_end() -> None:
