@@ -15,6 +15,9 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "run": "Train a model with a whole fleet on this machine.",
         "status": "Show what a running fleet does now.",
+        "quorum": "Show the minimum quorum of a running fleet, or set it.",
+        "drain": "Ask a learner to finish its step and leave.",
+        "rollback": "Put one fragment back to what it was before its last update.",
         "generate": "Sample text from the model of a run.",
         "report": "Compute the report of the run directory RUN again from its metrics.",
         "version": "Print the versions of diloco and of what it builds on.",

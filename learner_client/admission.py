@@ -78,7 +78,7 @@ class Admission:
         before, layout = link.exchange.grant, link.exchange.layout
         return synchronizer_pb2.JoinRequest(
             protocol_version=PROTOCOL_VERSION,
-            run_id=link.identity.run_id,
+            run_id=link.identity.run_id or ("" if before is None else before.settings.run_id),
             learner_id=link.identity.learner_id,
             request_id=self._request_id,
             layout_fingerprint="" if layout is None else layout.fingerprint,

@@ -138,6 +138,7 @@ class Exchange:
         if change is None:
             return
         is_fault = not change.online and change.state not in (State.JOINING, State.LEFT)
+        is_fault = is_fault or change.reason == Reason.QUARANTINED
         level = logging.WARNING if is_fault or change.state in _BAD else logging.INFO
         mode = "online" if change.online else "offline"
         text = f"{self._learner_id}: {change.state}, {mode}"

@@ -23,7 +23,7 @@ from decoupled_diloco.versions import Incarnation
 from decoupled_diloco.wire import incarnation_to
 from learner_client.admission import Admission
 from learner_client.checkpoint import SavedState
-from learner_client.core.connection import Event, State
+from learner_client.core.connection import Event, State, left_out
 from learner_client.core.learner_core import PullRequest
 from learner_client.core.reports import StepReport
 from learner_client.core.retry import REJOIN, Backoff, is_fatal
@@ -278,6 +278,10 @@ class Worker:
             self._exchange.happened(Event.DRAIN, "drain", response.drain.reason)
         elif kind == "stop":
             self._exchange.happened(Event.STOP, "complete", response.stop.reason)
+        elif kind == "quarantine":
+            told = response.quarantine
+            if told.reason or self._exchange.connection.reason == Reason.QUARANTINED:
+                self._exchange.waits(*left_out(told.reason, told.seconds))
         elif kind == "not_leading":
             self._search.heard(response.not_leading.claim, response.not_leading.addresses)
             raise DilocoError(

@@ -199,7 +199,9 @@ def _start(
 
 def _taken_over(record: RoundRecord, term: int) -> RoundRecord:
     """The record with which a term begins: the newest one, which it takes over."""
-    return dataclasses.replace(record, term=term, fragment=None, contributions=(), dropped=())
+    return dataclasses.replace(
+        record, term=term, fragment=None, contributions=(), dropped=(), rolled_back=""
+    )
 
 
 async def _check_not_lost(membership: Membership, run_id: str) -> None:

@@ -65,6 +65,7 @@ class JoinDesk:
             raise malformed(f"{len(request.labels)} labels, at most {_MAX_LABELS}")
         self._check_run(request)
         async with self._lock:
+            self._check_not_lost(request)
             await self._check_layout(request)
             known = self._granted.get((learner_id, request.request_id))
             if known is None or self._needs_new_life(learner_id, known):
@@ -122,6 +123,34 @@ class JoinDesk:
                 term=claim.term,
                 leader_id=claim.leader_id,
                 addresses=",".join(parts.addresses[1:]),
+            )
+
+    def _check_not_lost(self, request: pb.JoinRequest) -> None:
+        """Refuses to begin anew what a joiner knows as merged: never seeded twice.
+
+        From the first such joiner on nobody is let in, or the run would start over without those
+        whose work it is; they train on.
+        """
+        state = self._engine.core.state
+        if state.seeded or state.seed_persisting:
+            return
+        merged = max((x.version.global_step for x in request.held), default=0)
+        if merged and request.run_id and not state.seed_forbidden:
+            self._engine.handle(ev.SeedForbidden(learner_id=request.learner_id))
+            logger.critical(
+                "%s: %s holds global step %d of run %s, and this store is empty",
+                Reason.STORE_LOST,
+                request.learner_id,
+                merged,
+                request.run_id,
+            )
+            self._engine.parts.journal.write("store_lost", learner_id=request.learner_id)
+        if state.seed_forbidden:
+            raise DilocoError(
+                Reason.STORE_LOST,
+                f"run {state.settings.run_id!r} has merged before ({state.seed_forbidden} holds "
+                "its versions), but the synchronizer's store is empty: start the synchronizer with "
+                "the store of that run, or begin another run under a new run_id",
             )
 
     async def _check_layout(self, request: pb.JoinRequest) -> None:

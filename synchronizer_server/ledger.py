@@ -129,6 +129,7 @@ def make_record(
         layout_fingerprint=fingerprint,
         data=state.data.record if state.data is not None else DataRecord(),
         tokens_processed_by_learner={x.learner_id: x.num_tokens for x in learners},
+        rolled_back=summary.rolled_back if summary else "",
     )
 
 

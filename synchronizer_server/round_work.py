@@ -37,7 +37,11 @@ class RoundWork:
 
     async def merge(self, effect: fx.MergeRound) -> None:
         """Computes the outer step of a full round."""
-        version = await self._parts.committer.merge(effect.global_step, effect.fragment)
+        committer, step, target = self._parts.committer, effect.global_step, effect.roll_back_to
+        if target is None:
+            version = await committer.merge(step, effect.fragment)
+        else:
+            version = await committer.roll_back(step, effect.fragment, target)
         self._handle(ev.RoundMerged(global_step=effect.global_step, version=version))
 
     async def persist(self, effect: fx.PersistRound) -> None:
@@ -100,6 +104,7 @@ class RoundWork:
             bytes_up=self._ledger.bytes_up.total(),
             bytes_down=self._ledger.bytes_down.total(),
             **_data(summary),
+            **({"rolled_back": summary.rolled_back} if summary.rolled_back else {}),
         )
 
     async def persist_seed(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from decoupled_diloco.v1 import admin_pb2 as pb
-from decoupled_diloco.wire import held_to, incarnation_to
+from decoupled_diloco.wire import MAX_COUNT, held_to, incarnation_to
 from synchronizer_server.core.roster import Learner
 from synchronizer_server.core.rounds import Round
 from synchronizer_server.core.state import CoreState
@@ -148,9 +148,10 @@ def _learner(
         last_reason=learner.last_reason,
         tokens_merged=learner.num_tokens_merged,
         labels=labels,
-        tokens_processed=learner.num_tokens,
         data_position=position[0],
         data_stop=position[1],
+        tokens_processed=min(learner.num_tokens, MAX_COUNT),
+        quarantine=learner.quarantine,
     )
 
 

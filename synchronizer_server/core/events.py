@@ -155,9 +155,15 @@ class PushProgressed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushStaged:
-    """A push is whole and valid: digest, size and finiteness are checked."""
+    """A push is whole and valid: digest, size and finiteness are checked.
+
+    Attributes:
+        key: names the push.
+        norm: L2 norm of the outer gradient; its bound is checked here.
+    """
 
     key: PushKey
+    norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +246,26 @@ class QuorumSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RollBack:
+    """An operator puts a fragment back; `SynchronizerCore.roll_back_refusal` was asked before.
+
+    Attributes:
+        fragment: the fragment.
+        reason: why, in the operator's words.
+    """
+
+    fragment: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedForbidden:
+    """A joiner holds merged versions of this run: it must not be seeded again."""
+
+    learner_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainStarted:
     """The synchronizer is to stop: no round opens any more, those in flight are finished."""
 
@@ -269,6 +295,8 @@ Event = (
     | PersistFailed
     | RoundHeld
     | QuorumSet
+    | RollBack
+    | SeedForbidden
     | DrainStarted
     | Tick
 )

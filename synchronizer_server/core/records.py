@@ -92,6 +92,7 @@ class RoundRecord:
         tokens_merged_by_learner: the same by learner id.
         tokens_processed_by_learner: tokens reported in all lives, by learner id.
         layout_fingerprint: fingerprint of the layout that the versions belong to.
+        rolled_back: why an operator put the fragment back in this round; empty in all others.
     """
 
     run_id: str
@@ -112,6 +113,7 @@ class RoundRecord:
     layout_fingerprint: str
     data: DataRecord = field(default_factory=DataRecord)
     tokens_processed_by_learner: Mapping[str, int] = field(default_factory=dict)
+    rolled_back: str = ""
 
     def to_dict(self) -> dict[str, object]:
         """Returns the record as JSON values (digests as hex)."""
@@ -135,6 +137,7 @@ class RoundRecord:
             "layout_fingerprint": self.layout_fingerprint,
             "data": data_to(self.data),
             "tokens_processed_by_learner": dict(self.tokens_processed_by_learner),
+            "rolled_back": self.rolled_back,
         }
 
     @classmethod
@@ -167,6 +170,7 @@ class RoundRecord:
             layout_fingerprint=reader.text("layout_fingerprint"),
             data=reader.nested("data", data_from),
             tokens_processed_by_learner=reader.mapping("tokens_processed_by_learner", read_integer),
+            rolled_back=reader.text("rolled_back"),
         )
         reader.done()
         _check_consistent(record)

@@ -47,20 +47,25 @@ class RoundInput(StrEnum):
     EARLIER_COLLECTS = "earlier_collects"
     RESUMED = "resumed"
     ABANDON = "abandon"
+    ROLL_BACK = "roll_back"
 
 
 TRANSITIONS: Final[dict[tuple[RoundState, RoundInput], RoundState]] = {
     (RoundState.COLLECTING, RoundInput.QUORUM_REACHED): RoundState.GRACE,
     (RoundState.COLLECTING, RoundInput.EARLIER_COLLECTS): RoundState.SUSPENDED,
     (RoundState.COLLECTING, RoundInput.ABANDON): RoundState.ABANDONED,
+    (RoundState.COLLECTING, RoundInput.ROLL_BACK): RoundState.MERGING,
     (RoundState.SUSPENDED, RoundInput.RESUMED): RoundState.COLLECTING,
     (RoundState.SUSPENDED, RoundInput.ABANDON): RoundState.ABANDONED,
+    (RoundState.SUSPENDED, RoundInput.ROLL_BACK): RoundState.MERGING,
     (RoundState.GRACE, RoundInput.GRACE_OVER): RoundState.PULLING,
     (RoundState.GRACE, RoundInput.QUORUM_LOST): RoundState.COLLECTING,
     (RoundState.GRACE, RoundInput.EARLIER_COLLECTS): RoundState.SUSPENDED,
     (RoundState.GRACE, RoundInput.ABANDON): RoundState.ABANDONED,
+    (RoundState.GRACE, RoundInput.ROLL_BACK): RoundState.MERGING,
     (RoundState.PULLING, RoundInput.TOO_FEW_ACCEPTED): RoundState.COLLECTING,
     (RoundState.PULLING, RoundInput.FULL): RoundState.MERGING,
+    (RoundState.PULLING, RoundInput.ROLL_BACK): RoundState.MERGING,
     (RoundState.MERGING, RoundInput.MERGED): RoundState.MERGED,
     (RoundState.MERGED, RoundInput.IN_TURN): RoundState.PERSISTING,
     (RoundState.PERSISTING, RoundInput.PERSISTED): RoundState.PUBLISHED,
@@ -120,6 +125,7 @@ class Round:
         measured_h: inner steps since the fragment's merge before, of the median learner.
         merged_data: ranges of leased data that are in every fragment from this round on.
         data_totals: where leased data stands with this round.
+        rolled_back: why an operator put the fragment back in this round; empty in all others.
     """
 
     global_step: int
@@ -141,6 +147,7 @@ class Round:
     measured_h: float | None = None
     merged_data: tuple[DataRange, ...] = ()
     data_totals: DataTotals | None = None
+    rolled_back: str = ""
 
     def move(self, what: RoundInput) -> None:
         """Takes a transition of the table."""
@@ -182,6 +189,7 @@ class Round:
             measured_h=self.measured_h,
             merged_data=self.merged_data,
             data_totals=self.data_totals,
+            rolled_back=self.rolled_back,
         )
 
 

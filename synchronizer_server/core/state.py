@@ -13,8 +13,10 @@ from synchronizer_server.core.effects import Effect
 from synchronizer_server.core.leases import DataLeases
 from synchronizer_server.core.lineage import Lineage
 from synchronizer_server.core.pacing import Pace
+from synchronizer_server.core.quarantine import Quarantine
 from synchronizer_server.core.roster import Roster
 from synchronizer_server.core.rounds import Round
+from synchronizer_server.core.scale import NormScale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,19 @@ class Restored:
     leases: tuple[LeaseRecord, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollBackOrder:
+    """An operator's wish that waits for the next round of its fragment.
+
+    Attributes:
+        target: version whose content comes back.
+        reason: why, in the operator's words.
+    """
+
+    target: Version
+    reason: str
+
+
 @dataclass(slots=True, kw_only=True)
 class CoreState:
     """State of the synchronizer's core.
@@ -61,6 +76,9 @@ class CoreState:
         roster: the learners.
         lineage: versions of the fragments.
         pace: moving averages.
+        scale: usual norms of outer gradients.
+        quarantine: who is left out for a while.
+        now: time of the event under way, seconds.
         rounds: rounds in flight, oldest first.
         last_opened: t of the newest round.
         committed: t of the newest published round.
@@ -72,6 +90,8 @@ class CoreState:
         seed_progress_at: when the seeder was granted, or brought its last fragment, seconds.
         seed_retry_at: when to persist the seed again after a failure, seconds; None: no failure.
         held: why the round that is persisted is not published yet, as reason and detail.
+        seed_forbidden: a learner that holds a merged version of this run; empty without one.
+        roll_backs: fragments that an operator puts back, until the round that does it.
         draining: no round opens any more.
         complete: the last round is published, or the drain is done.
         first_step: t of the first round that this synchronizer opens.
@@ -89,6 +109,9 @@ class CoreState:
     roster: Roster
     lineage: Lineage
     pace: Pace
+    scale: NormScale
+    quarantine: Quarantine
+    now: float = 0.0
     rounds: list[Round] = field(default_factory=list)
     last_opened: int = 0
     committed: int = 0
@@ -100,6 +123,8 @@ class CoreState:
     seed_progress_at: float = 0.0
     seed_retry_at: float | None = None
     held: tuple[str, str] = ("", "")
+    seed_forbidden: str = ""
+    roll_backs: dict[int, RollBackOrder] = field(default_factory=dict)
     draining: bool = False
     complete: bool = False
     first_step: int = 1
@@ -153,6 +178,9 @@ def new_state(
         roster=Roster(),
         lineage=Lineage((), settings.retained_updates),
         pace=Pace(settings, max(num_fragments, 1)),
+        scale=NormScale(settings.norm_bound_factor),
+        quarantine=Quarantine(settings),
+        now=now,
     )
     if settings.data_mode == "leases":
         state.data = DataLeases(

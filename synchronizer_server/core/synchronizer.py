@@ -17,12 +17,13 @@ from synchronizer_server.core.effects import (
     Effect,
     Fence,
     LearnerChanged,
+    QuarantineChanged,
 )
 from synchronizer_server.core.pushes import PushDesk
 from synchronizer_server.core.roster import Learner, LearnerState
 from synchronizer_server.core.scheduler import Scheduler
 from synchronizer_server.core.seeding import Seeding
-from synchronizer_server.core.state import CoreState, Restored, new_state
+from synchronizer_server.core.state import CoreState, Restored, RollBackOrder, new_state
 from synchronizer_server.core.waits import Waiting, WaitLog, Waits
 
 _SHORTEST_PATIENCE_S = 1.0
@@ -66,8 +67,10 @@ class SynchronizerCore:
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Takes an event at time ``now`` and returns what is to be done, in order."""
         assert not self.state.effects, "handle is not re-entrant"
+        self.state.now = now
         self._take(event, now)
         self._expire(now)
+        self._release(now)
         self._seeding.advance(now)
         self._scheduler.advance(now)
         self.state.effects.extend(self._wait_log.observe(now, self._patience_s()))
@@ -82,6 +85,7 @@ class SynchronizerCore:
             self._seeding.deadline(),
             state.roster.silent_at(state.settings.heartbeat_timeout_s),
             self._data.expires_at(),
+            state.quarantine.next_at(),
             self._wait_log.next_at(now, self._patience_s()),
         ]
         return min((at for at in times if at is not None), default=None)
@@ -105,6 +109,23 @@ class SynchronizerCore:
     ) -> str | None:
         """Why a process that joins again has lost the data leases it claims; None: it has not."""
         return self._data.why_lost(learner_id, previous, claims, now)
+
+    def roll_back_refusal(self, fragment: int) -> tuple[Reason, str] | None:
+        """Why an operator may not put this fragment back now; None where it may be."""
+        state = self.state
+        if not state.seeded:
+            return Reason.STARTING, "the run has no parameters yet; nothing can be put back"
+        if not 0 <= fragment < state.num_fragments:
+            last = state.num_fragments - 1
+            return Reason.UNKNOWN_FRAGMENT, f"fragment {fragment} of 0 to {last}"
+        if state.draining or state.complete:
+            return Reason.DRAINING, "no round opens any more, so no fragment can be put back"
+        if state.lineage.before(fragment) is None:
+            return Reason.STALE_BASE, (
+                f"nothing older of fragment {fragment} is retained: it was not updated since this "
+                "synchronizer started, or since it was put back"
+            )
+        return None
 
     def shard_for(self, learner_id: str) -> int | None:
         """Data shard of a learner id: the one it always had, or a free one; None where none is.
@@ -160,6 +181,10 @@ class SynchronizerCore:
             case ev.QuorumSet():
                 assert event.quorum >= 1, "checked where it was set"
                 self.state.quorum = event.quorum
+            case ev.RollBack():
+                self._roll_back(event)
+            case ev.SeedForbidden():
+                self._seeding.forbidden(event)
             case ev.DrainStarted():
                 self.state.draining = True
             case ev.Tick():
@@ -243,6 +268,26 @@ class SynchronizerCore:
             self.state.roster.move(learner, LearnerState.GONE)
             self._data.give_back(learner)
             self._changed(learner, "silent; its data is handed out again")
+
+    def _release(self, now: float) -> None:
+        for learner_id in self.state.quarantine.release(now):
+            learner = self.state.roster.find(learner_id)
+            assert learner is not None, "only learners are left out"
+            self.state.roster.leave_out(learner, "")
+            self.state.effects.append(
+                QuarantineChanged(
+                    learner_id=learner_id,
+                    incarnation=learner.incarnation,
+                    reason="",
+                    seconds=0.0,
+                )
+            )
+
+    def _roll_back(self, event: ev.RollBack) -> None:
+        target = self.state.lineage.before(event.fragment)
+        assert target is not None, "checked where it was ordered"
+        order = RollBackOrder(target=target, reason=event.reason)
+        self.state.roll_backs.setdefault(event.fragment, order)
 
     def _drop_out(self, learner: Learner, reason: str) -> None:
         message = f"{learner.learner_id} is out: {reason}"

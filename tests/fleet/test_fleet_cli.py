@@ -33,6 +33,9 @@ SURFACE = {
         --replication --device
         --evaluate-every --port --name --run-dir --resume --log-format""",
     "status": "--run-dir --address --json --watch --insecure",
+    "quorum": "--run-dir --address --insecure",
+    "drain": "--reason --run-dir --address --insecure",
+    "rollback": "--reason --timeout --run-dir --address --insecure",
     "generate": "--run-dir --model --prompt --tokens --temperature --top-k --seed",
     "report": "",
     "version": "",
