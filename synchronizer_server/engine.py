@@ -20,6 +20,7 @@ from synchronizer_server.core import effects as fx
 from synchronizer_server.core import events as ev
 from synchronizer_server.ledger import Ledger
 from synchronizer_server.parts import Parts
+from synchronizer_server.recovery import RelayDesk
 from synchronizer_server.round_work import RoundWork
 from synchronizer_server.streams import ReportStream
 from synchronizer_server.tensors import TensorBook
@@ -45,6 +46,7 @@ class Engine:
         self.streams: dict[str, ReportStream] = {}
         self.ledger = Ledger()
         self.rounds = RoundWork(parts, self.ledger, self.handle)
+        self.relays = RelayDesk(self.tell, parts.journal)
         self.complete = asyncio.Event()
         self.started_at = parts.clock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -127,6 +129,7 @@ class Engine:
         self.parts.committer.wake_watchers()
         for stream in list(self.streams.values()):
             stream.close(self.farewell)
+        self.relays.close_all(self.farewell)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -174,6 +177,8 @@ class Engine:
                 self._completed(effect)
             case fx.WaitChanged() | fx.LearnerChanged():
                 self._tell(effect)
+            case fx.AskDonor() | fx.DropDonor() | fx.EndRecovery():
+                self.relays.carry_out(effect)
             case fx.GrantSeed() | fx.StagePush():
                 pass  # the Join and Push services read these from what `handle` returns
 
@@ -198,15 +203,17 @@ class Engine:
                 ev.StreamClosed(learner_id=stream.learner_id, incarnation=stream.incarnation)
             )
 
+    def tell(self, learner_id: str, incarnation: Incarnation, message: pb.ReportResponse) -> None:
+        """Says something to a learner in this life; nothing where it is not there."""
+        stream = self.streams.get(learner_id)
+        if stream is not None and stream.incarnation == incarnation:
+            self._send(stream, message)
+
     def _send_pull(self, effect: fx.SendPull) -> None:
-        stream = self.streams.get(effect.learner_id)
-        if stream is not None and stream.incarnation == effect.incarnation:
-            pull = pb.Pull(
-                term=self.core.state.term,
-                global_step=effect.global_step,
-                fragment=effect.fragment,
-            )
-            self._send(stream, pb.ReportResponse(pull=pull))
+        pull = pb.Pull(
+            term=self.core.state.term, global_step=effect.global_step, fragment=effect.fragment
+        )
+        self.tell(effect.learner_id, effect.incarnation, pb.ReportResponse(pull=pull))
 
     def _end_stream(self, effect: fx.Fence | fx.CloseStream) -> None:
         reason = effect.reason if isinstance(effect, fx.CloseStream) else Reason.FENCED

@@ -17,6 +17,7 @@ from synchronizer_server.core.effects import (
     LearnerChanged,
 )
 from synchronizer_server.core.pushes import PushDesk
+from synchronizer_server.core.recovery import RecoveryDesk
 from synchronizer_server.core.roster import Learner, LearnerState
 from synchronizer_server.core.scheduler import Scheduler
 from synchronizer_server.core.seeding import Seeding
@@ -52,6 +53,7 @@ class SynchronizerCore:
         self._desk = PushDesk(self.state)
         self._scheduler = Scheduler(self.state, self._desk)
         self._seeding = Seeding(self.state)
+        self._recoveries = RecoveryDesk(self.state)
         self._wait_log = WaitLog(Waits(self.state, self._scheduler))
 
     def fix_layout(self, num_fragments: int) -> None:
@@ -67,6 +69,7 @@ class SynchronizerCore:
         self._expire(now)
         self._seeding.advance(now)
         self._scheduler.advance(now)
+        self._recoveries.advance(now)
         self.state.effects.extend(self._wait_log.observe(now, self._patience_s()))
         effects, self.state.effects = self.state.effects, []
         return effects
@@ -77,6 +80,7 @@ class SynchronizerCore:
         times: list[float | None] = [
             *self._scheduler.deadlines(now),
             self._seeding.deadline(),
+            *self._recoveries.deadlines(),
             state.roster.silent_at(state.settings.heartbeat_timeout_s),
             self._wait_log.next_at(now, self._patience_s()),
         ]
@@ -84,7 +88,7 @@ class SynchronizerCore:
 
     def waits(self, now: float) -> list[tuple[Waiting, float]]:
         """Everything that waits, with for how long, seconds."""
-        return self._wait_log.current(now)
+        return self._wait_log.current(now) + self._recoveries.waits(now)
 
     def seed_refusal(
         self, learner_id: str, incarnation: Incarnation, fragment: int
@@ -143,6 +147,13 @@ class SynchronizerCore:
                 self.state.quorum = event.quorum
             case ev.DrainStarted():
                 self.state.draining = True
+            case (
+                ev.RecoveryAsked()
+                | ev.DonationProgressed()
+                | ev.DonationFailed()
+                | ev.RecoveryEnded()
+            ):
+                self._recoveries.take(event, now)
             case ev.Tick():
                 pass
             case _:

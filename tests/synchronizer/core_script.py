@@ -335,6 +335,12 @@ def words(effect: ef.Effect) -> str:
             return f"{effect.subject} waits: {effect.reason or '-'}: {effect.detail}"
         case ef.LearnerChanged():
             return f"{effect.learner_id} {effect.incarnation} is {effect.state}: {effect.reason}"
+        case ef.AskDonor():
+            return f"ask {effect.learner_id} to give to {effect.recipient_id}"
+        case ef.DropDonor():
+            return f"take no more from {effect.learner_id}: {effect.reason}"
+        case ef.EndRecovery():
+            return f"end recovery {effect.recovery_id}: {effect.reason}"
         case ef.Completed():
             return f"complete at {effect.global_step}"
 
