@@ -63,6 +63,7 @@ class Relay:
         donation: the donor asked last.
         num_bytes: bytes of inner state taken from it.
         is_whole: True once that is all of it.
+        error: why it came to nothing; set by the core.
     """
 
     def __init__(self, recovery_id: str, learner_id: str) -> None:
@@ -72,7 +73,7 @@ class Relay:
         self.num_bytes = 0
         self._waiting: deque[pb.RecoverResponse] = deque()
         self.is_whole = False
-        self._error: DilocoError | None = None
+        self.error: DilocoError | None = None
         self._news = asyncio.Event()
         self._room = asyncio.Event()
         self._reader = asyncio.current_task()
@@ -87,8 +88,8 @@ class Relay:
             DilocoError: why it came to nothing.
         """
         while True:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self._waiting:
                 message = self._waiting.popleft()
                 self._room.set()
@@ -139,8 +140,8 @@ class Relay:
 
     def end(self, error: DilocoError) -> None:
         """It came to nothing, for the donor and for the recipient."""
-        if self._error is None:
-            self._error = error
+        if self.error is None:
+            self.error = error
         self.close(error)
         self._news.set()
         if self._is_writing and self._reader is not None:

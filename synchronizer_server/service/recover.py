@@ -67,11 +67,8 @@ async def _give(engine: Engine, hello: pb.RecoverHello) -> AsyncIterator[pb.Reco
             yield message
             _progressed(engine, relay)
         outcome = None
-    except DilocoError as error:
-        outcome = error
-        raise
     finally:
-        engine.relays.close(relay, outcome)
+        engine.relays.close(relay, relay.error or outcome)
         if not engine.closed:
             engine.handle(ev.RecoveryEnded(recovery_id=relay.recovery_id))
 
