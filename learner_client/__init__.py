@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from learner_client.core.connection import Change, State
 from learner_client.errors import DilocoError, Reason, UsageError
+from learner_client.inner_state import InnerState, OptimizerState
 from learner_client.learner import Learner
 from learner_client.overhead import Overhead
 from learner_client.parameters import ModuleParameters, Parameters
@@ -17,9 +18,11 @@ from learner_client.status import LearnerStatus
 __all__ = [
     "Change",
     "DilocoError",
+    "InnerState",
     "Learner",
     "LearnerStatus",
     "ModuleParameters",
+    "OptimizerState",
     "Overhead",
     "Parameters",
     "Reason",

@@ -155,6 +155,7 @@ class Exchange:
         self.layout: Layout | None = None
         self.tally = Tally()
         self.synced: Future[None] = Future()
+        self.may_train: Callable[[], bool] = lambda: True
 
     # -- both ------------------------------------------------------------------------------
 
@@ -277,7 +278,11 @@ class Exchange:
             self._pending.offer(update.fragment, update)
 
     def all_held(self) -> None:
-        """There is a published copy of every fragment: training may start."""
+        """There is a published copy of every fragment: training may start, where nothing else is
+        waited for.
+        """
+        if not self.may_train():
+            return
         with self._lock:
             change = self._connection.happened(Event.SYNCED)
         self.say(change)

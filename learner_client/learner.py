@@ -23,6 +23,8 @@ from learner_client.core.connection import Change, State
 from learner_client.core.leadership import Move
 from learner_client.dialling import search_for
 from learner_client.exchange import Exchange, Grant, Update
+from learner_client.inner_state import InnerState
+from learner_client.inner_work import InnerWork
 from learner_client.link import Identity
 from learner_client.overhead import Overhead, OverheadMeter
 from learner_client.parameters import ModuleParameters, Parameters
@@ -59,6 +61,10 @@ class Learner:
         learner_id: stable id; another process that joins under it fences this one.
         run_id: run to join; empty takes whichever is served.
         embedding_names: see ``ModuleParameters``.
+        inner_state: what the inner optimizer remembers; given to peers that recover.
+        recover: what a learner without a saved state begins with beside the parameters:
+            ``params`` nothing, ``peer`` the inner state of a peer; ``checkpoint`` is ``peer`` where
+            no state was loaded.
         labels: for people who look; process id and host are added.
         join_timeout_s: longest wait for the published parameters; None waits without end.
         insecure: True where plaintext to another machine was asked for.
@@ -80,6 +86,8 @@ class Learner:
         address: str | Sequence[str] = "",
         run_id: str = "",
         embedding_names: Collection[str] | None = None,
+        inner_state: InnerState | None = None,
+        recover: str = "params",
         labels: Mapping[str, str] | None = None,
         join_timeout_s: float | None = 300.0,
         insecure: bool = False,
@@ -91,6 +99,7 @@ class Learner:
     ) -> None:
         if not learner_id:
             raise UsageError(Reason.CONFIG_INVALID, "learner_id is empty; give a stable name")
+        self._inner = InnerWork(inner_state, recover)
         self._parameters: Parameters = (
             ModuleParameters(model, embedding_names=embedding_names)
             if isinstance(model, nn.Module)
@@ -126,7 +135,7 @@ class Learner:
         """The boundary after one inner step; never waits for the network.
 
         In this order: counts the step, writes pending updates into the model, copies the fragments
-        that are due next, hands over a report.
+        that are due next (and, where a peer asks for it, the inner state), hands over a report.
 
         Args:
             num_tokens: tokens trained in this step.
@@ -144,6 +153,7 @@ class Learner:
             raise self._exchange.failure
         self._write(self._exchange.count(num_tokens))
         self._copy_due()
+        self._inner.serve(self._exchange.core)
         now = time.perf_counter()
         loop_s, self._stepped_at = now - self._stepped_at, now
         self._exchange.report(
@@ -254,6 +264,7 @@ class Learner:
                 Reason.CONFIG_CONFLICT, "load the state before entering: the learner has joined"
             )
         self._saved = saved_state_from(state)
+        self._inner.is_restored = True
 
     def adopt_published(self, timeout_s: float = _ADOPT_S) -> int:
         """Overwrites the model with the published copy: what all learners share, and what to save.
@@ -357,6 +368,7 @@ class Learner:
             search=self._search,
             runtime=self._runtime,
             saved=self._saved,
+            inner=self._inner,
         )
         return self._worker
 

@@ -37,6 +37,11 @@ class Transport(Protocol):
     ) -> AsyncGenerator[synchronizer_pb2.WatchResponse, None]:
         """Opens the stream of updates."""
 
+    def recover(
+        self, requests: AsyncIterator[synchronizer_pb2.RecoverRequest]
+    ) -> AsyncGenerator[synchronizer_pb2.RecoverResponse, None]:
+        """Opens a recovery, as its recipient or as a donor."""
+
     async def leave(self, request: synchronizer_pb2.LeaveRequest) -> synchronizer_pb2.LeaveResponse:
         """Says goodbye."""
 
