@@ -105,6 +105,7 @@ class _Planner:
         for index, device in enumerate(devices):
             name = f"learner-{index}"
             arguments = ["train", *common, "--learner-id", name, "--device", device]
+            arguments += ["--recover", fleet.recover]
             arguments += ["--pace", repr(fleet.pace)] if fleet.pace else []
             arguments += ["--slow", repr(factors[index])] if index in factors else []
             specs.append(self.spec(name, "learner_client.cli", *arguments))

@@ -45,7 +45,7 @@ _RUN_FLAGS = (
     "replication",
 )
 _FLEET_FLAGS = (
-    *("data", "pace", "slow_learner", "restart", "max_restarts"),
+    *("data", "pace", "slow_learner", "restart", "max_restarts", "recover"),
     *("redis", "standby", "device", "evaluate_every", "port"),
 )
 

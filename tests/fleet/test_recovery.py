@@ -163,7 +163,7 @@ def test_a_state_that_does_not_fit_is_tried_again_and_then_given_up(caplog):
     async def story(fleet: ScriptedFleet) -> None:
         await begin(fleet, 0, 1)
         for index in (0, 1):
-            inner = fleet.learners[index].learner._copies._inner_state
+            inner = fleet.learners[index].learner._inner._inner_state
             inner._optimizer.state[next(iter(inner._optimizer.state))]["exp_avg"].fill_(
                 float("nan")
             )
