@@ -90,7 +90,7 @@ class RecoveryDesk:
                 self._progressed(event, now)
             case ev.DonationFailed():
                 recovery = self._recoveries.get(event.recovery_id)
-                if recovery is not None and _is_donor(recovery, event.learner_id):
+                if recovery is not None and self._gives_to(recovery, event.learner_id):
                     self._drop_donor(recovery, event.reason, event.message)
             case ev.RecoveryEnded():
                 self._recoveries.pop(event.recovery_id, None)
@@ -142,8 +142,9 @@ class RecoveryDesk:
         recovery = self._recoveries.get(event.recovery_id)
         if recovery is None or not _is_donor(recovery, event.learner_id):
             return
-        recovery.phase = Phase.DELIVERING if event.is_whole else Phase.SENDING
-        recovery.is_blocked = event.is_blocked or event.is_whole
+        is_whole = event.is_whole or recovery.phase is Phase.DELIVERING
+        recovery.phase = Phase.DELIVERING if is_whole else Phase.SENDING
+        recovery.is_blocked = event.is_blocked or is_whole
         recovery.due_at = now + self._limit_s(event.learner_id)
 
     # -- conclusions ---------------------------------------------------------------------------
@@ -220,10 +221,11 @@ class RecoveryDesk:
         )
 
     def _gives(self, learner_id: str) -> bool:
-        return any(
-            _is_donor(r, learner_id) and r.phase in {Phase.ASKED, Phase.SENDING}
-            for r in self._recoveries.values()
-        )
+        return any(self._gives_to(r, learner_id) for r in self._recoveries.values())
+
+    def _gives_to(self, recovery: Recovery, learner_id: str) -> bool:
+        """Whether this donor is not done yet."""
+        return _is_donor(recovery, learner_id) and recovery.phase is not Phase.DELIVERING
 
     def _limit_s(self, donor_id: str) -> float:
         """How long nothing may move: as for a push, and a donor ends its inner step first."""

@@ -255,76 +255,92 @@ ACTS = st.lists(
 )
 
 
-@given(ACTS)
-def test_every_recovery_ends_or_waits_for_somebody_whatever_happens(acts) -> None:
-    names = ["a", "b", "c", "d", "e"]
-    bench = Bench(*names)
-    ended: set[str] = set()
-    asked: set[str] = set()
-    giving: dict[str, str] = {}
+class Story:
+    """What a run of random acts has led to so far, checked at every effect."""
 
-    def look(effects: list[ef.Effect]) -> None:
+    NAMES = "abcde"
+
+    def __init__(self) -> None:
+        self.bench = Bench(*self.NAMES)
+        self.asked: set[str] = set()
+        self.ended: set[str] = set()
+        self.giving: dict[str, str] = {}
+
+    def look(self, effects: list[ef.Effect]) -> None:
         for effect in effects:
             if isinstance(effect, ef.AskDonor):
-                assert effect.recovery_id in asked - ended
+                assert effect.recovery_id in self.asked - self.ended
                 assert effect.learner_id != effect.recipient_id
-                learner = bench.core.state.roster.current(effect.learner_id, effect.incarnation)
-                assert learner is not None
-                assert effect.learner_id not in giving.values()
-                giving[effect.recovery_id] = effect.learner_id
+                roster = self.bench.core.state.roster
+                assert roster.current(effect.learner_id, effect.incarnation) is not None
+                assert effect.learner_id not in self.giving.values()
+                self.giving[effect.recovery_id] = effect.learner_id
             elif isinstance(effect, ef.DropDonor):
-                assert giving.pop(effect.recovery_id) == effect.learner_id
+                assert self.giving.pop(effect.recovery_id) == effect.learner_id
             elif isinstance(effect, ef.EndRecovery):
-                assert effect.recovery_id in asked - ended
-                ended.add(effect.recovery_id)
-                giving.pop(effect.recovery_id, None)
+                assert effect.recovery_id in self.asked - self.ended
+                self.ended.add(effect.recovery_id)
+                self.giving.pop(effect.recovery_id, None)
 
-    def feed(event: ev.Event) -> None:
-        look(bench.feed(event))
+    def feed(self, event: ev.Event) -> None:
+        self.look(self.bench.feed(event))
 
-    for number, (act, index) in enumerate(acts):
-        name = names[index]
-        open_ids = sorted(asked - ended)
-        one = open_ids[index % len(open_ids)] if open_ids else "none"
-        donor = giving.get(one, name)
+    def act(self, act: str, index: int) -> None:
+        name, bench = self.NAMES[index], self.bench
         match act:
             case "ask":
-                asked.add(f"r{number}")
-                feed(
+                recovery_id = f"r{len(self.asked)}"
+                self.asked.add(recovery_id)
+                self.feed(
                     ev.RecoveryAsked(
-                        recovery_id=f"r{number}",
+                        recovery_id=recovery_id,
                         learner_id=name,
                         incarnation=bench.lives[name],
                         known_global_steps=bench.versions_now,
                     )
                 )
+            case "close":
+                self.look(bench.close(name))
+            case "open":
+                self.look(bench.open(name))
+            case "join":
+                self.look(bench.join(name) + bench.open(name))
+            case "advance":
+                self.look(bench.advance(0.5 * index))
+            case "step":
+                self.look(bench.has(name, bench.versions_now))
+            case _:
+                self.act_on_one(act, index)
+
+    def act_on_one(self, act: str, index: int) -> None:
+        """Something happens to one of the recoveries under way."""
+        under_way = sorted(self.asked - self.ended)
+        if not under_way:
+            return
+        one = under_way[index % len(under_way)]
+        donor = self.giving.get(one, self.NAMES[index])
+        match act:
             case "fail":
-                feed(
-                    ev.DonationFailed(
-                        recovery_id=one, learner_id=donor, reason=Reason.CORRUPT, message=""
-                    )
+                reason = Reason.CORRUPT
+                self.feed(
+                    ev.DonationFailed(recovery_id=one, learner_id=donor, reason=reason, message="")
                 )
             case "progress":
-                feed(ev.DonationProgressed(recovery_id=one, learner_id=donor))
-            case "whole":
-                whole = giving.pop(one, None)
-                if whole is not None:
-                    feed(ev.DonationProgressed(recovery_id=one, learner_id=whole, is_whole=True))
+                self.feed(ev.DonationProgressed(recovery_id=one, learner_id=donor))
+            case "whole" if self.giving.pop(one, None) is not None:
+                self.feed(ev.DonationProgressed(recovery_id=one, learner_id=donor, is_whole=True))
             case "end":
-                giving.pop(one, None)
-                ended.add(one)
-                feed(ev.RecoveryEnded(recovery_id=one))
-            case "close":
-                look(bench.close(name))
-            case "open":
-                look(bench.open(name))
-            case "join":
-                look(bench.join(name) + bench.open(name))
-            case "advance":
-                look(bench.advance(0.5 * index))
-            case "step":
-                look(bench.has(name, bench.versions_now))
+                self.giving.pop(one, None)
+                self.ended.add(one)
+                self.feed(ev.RecoveryEnded(recovery_id=one))
+
+
+@given(ACTS)
+def test_every_recovery_ends_or_waits_for_somebody_whatever_happens(acts) -> None:
+    story = Story()
+    for act, index in acts:
+        story.act(act, index)
     # With nobody acting any more, time alone ends what a donor or a recipient holds up.
-    look(bench.advance(200.0))
-    assert asked <= ended
-    assert bench.waiting() == {}
+    story.look(story.bench.advance(200.0))
+    assert story.asked <= story.ended
+    assert story.bench.waiting() == {}
