@@ -59,6 +59,9 @@ class FleetSettings:
         "what a learner that is started again has beside the parameters: params (nothing), peer "
         "(another one's optimizer state) or checkpoint (its own)",
     )
+    checkpoint_every_s: float = _setting(
+        60.0, "seconds between two checkpoints of a learner, with recover = checkpoint"
+    )
     redis: str | None = _setting(
         None, "redis://HOST:PORT for the membership; in memory if none", secret=True
     )
@@ -89,6 +92,7 @@ class FleetSettings:
         for name, low, high in (
             ("pace", 0.0, 3600.0),
             ("max_restarts", 0, 1_000_000),
+            ("checkpoint_every_s", 0.0, 1e6),
             ("evaluate_every", 1, 1_000_000_000),
             ("port", 0, 65535),
             ("restart_wait_s", 0.1, 86400.0),

@@ -106,6 +106,8 @@ class _Planner:
             name = f"learner-{index}"
             arguments = ["train", *common, "--learner-id", name, "--device", device]
             arguments += ["--recover", fleet.recover]
+            if fleet.recover == "checkpoint":
+                arguments += ["--checkpoint-every-s", repr(fleet.checkpoint_every_s)]
             arguments += ["--pace", repr(fleet.pace)] if fleet.pace else []
             arguments += ["--slow", repr(factors[index])] if index in factors else []
             specs.append(self.spec(name, "learner_client.cli", *arguments))

@@ -27,8 +27,8 @@ from learner_client.train.optimizer import build_optimizer, set_learning_rate
 from learner_client.train.schedule import learning_rate_at
 from learner_client.train.setup import Setup, load_setup
 from learner_client.train.stopping import StopRequest
-from learner_client.transport.calls import num_calls
 from learner_client.training_state import TrainingState
+from learner_client.transport.calls import num_calls
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Trainer:
                 local_step=learner.local_step,
                 shard=learner.shard,
             )
-            self._train(learner)
+            self._train(learner, saved_position)
         self._metrics.write(
             "stop",
             local_step=learner.local_step,
@@ -125,8 +125,6 @@ class Trainer:
             network_calls=num_calls() - before[0],
             network_calls_in_training=num_calls(threading.get_ident()) - before[1],
         )
-            self._train(learner, saved_position)
-        self._metrics.write("stop", local_step=learner.local_step, finished=learner.finished)
         overhead = learner.overhead
         logger.info(
             "%d steps; inside learner.step: median %.2f ms, p99 %.2f ms, %.2f %% of the loop",
@@ -147,7 +145,9 @@ class Trainer:
         except UsageError as error:
             logger.warning("the checkpoint is not used: %s", error)
             return 0
-        return state.data.get("position", 0)
+        position = state.data.get("position", 0)
+        logger.info("goes on from its checkpoint, %d batches in", position)
+        return position
 
     def _train(self, learner: Learner, saved_position: int) -> None:
         trainer = self._setup.trainer
