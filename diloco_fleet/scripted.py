@@ -294,7 +294,7 @@ class ScriptedFleet:
         task = virtual_loop().create_task(scripted.join())
         self._joining[index] = (scripted, task)
         if self.spec.recover == "params":
-            await asyncio.wait((task,))
+            await asyncio.wait((task,))  # nobody else has to do anything for it
 
     def _arrived(self) -> None:
         """Learners that have joined meanwhile are there.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -20,7 +21,8 @@ from diloco_fleet.scripted_data import (
     StopSynchronizer,
 )
 from diloco_fleet.scripted_world import run_in_virtual_time
-from learner_client import State
+from learner_client import Learner, State
+from learner_client.training_state import TrainingState
 
 
 def spec(**settings) -> FleetSpec:
@@ -210,45 +212,86 @@ def test_two_learners_recover_at_once():
     play(story, spec(num_learners=4, startup_wait_s=1.0))
 
 
-@pytest.mark.parametrize("phase", ["joining", "syncing", "recovering", "training"])
-def test_a_learner_killed_in_any_phase_comes_back_and_recovers(phase):
+PHASES = ["joining", "syncing", "recovering", "training"]
+
+
+@pytest.mark.parametrize("mode", ["params", "peer", "checkpoint"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_learner_killed_in_any_phase_comes_back_in_any_mode(phase, mode, monkeypatch):
+    """A checkpoint here is what the learner captured after its last step, as a file would hold."""
+    saved: list[TrainingState] = []
+
     async def story(fleet: ScriptedFleet) -> None:
-        await begin(fleet, 0, 1)
-        held = phase in ("joining", "syncing")
-        if held:
-            # The connection of the new learner lets nothing through from there on.
-            original = ScriptedLearner.join
-
-            async def join(self: ScriptedLearner) -> None:
-                if phase == "joining":
-                    await self.line.cut()
-                else:
-                    self.line.watch = lambda _request: _silence()
-                await original(self)
-
-            ScriptedLearner.join = join
-        try:
-            await fleet.apply(Join(learner=2))
-        finally:
-            if held:
-                ScriptedLearner.join = original
-        if phase == "training":
-            await train(fleet, 2, 0, 1)
-            await train(fleet, 1, 0, 1, 2)
-        else:
-            expected = State.JOINING if phase == "joining" else State.SYNCING
-            assert joining(fleet, 2).learner.status.state is expected
+        await begin(fleet, 0, 1, 2)
+        scripted = fleet.learners[2]
+        saved.append(
+            TrainingState.capture(scripted.model, scripted.inner_state, scripted.learner, {})
+        )
+        last_step = scripted.learner.local_step
         await fleet.apply(Kill(learner=2))
         await train(fleet, 2, 0, 1)
-        await fleet.apply(Join(learner=2))
-        await fleet.apply(Step(learner=0))
-        await fleet.apply(Step(learner=1))
-        assert moments(fleet.learners[2]).keys() == moments(fleet.learners[0]).keys() != set()
+        with monkeypatch.context() as patch:
+            _stop_at(patch, phase)
+            await fleet.apply(Join(learner=2))
+            if phase == "training":
+                await train(fleet, 2, 0, 1)
+            else:
+                expected = State.JOINING if phase == "joining" else State.SYNCING
+                assert _learner(fleet, 2).status.state is expected
+        await fleet.apply(Kill(learner=2))
+        await train(fleet, 2, 0, 1)
+        fleet.spec = dataclasses.replace(fleet.spec, recover=mode)
+        with monkeypatch.context() as patch:
+            if mode == "checkpoint":
+                _load_first(patch, saved[0])
+            await fleet.apply(Join(learner=2))
+            await fleet.apply(Step(learner=0))
+            await fleet.apply(Step(learner=1))
+        back = fleet.learners[2]
+        if mode == "params":
+            assert moments(back) == {}
+        elif mode == "checkpoint":
+            assert same(moments(back), saved[0].inner)
+        else:
+            assert any(same(moments(back), moments(fleet.learners[i])) for i in (0, 1))
+        assert back.learner.local_step >= last_step
         await train(fleet, 6, 0, 1, 2)
         latest = fleet.store.records[-1]
         assert {c.learner_id for c in latest.contributions} == {f"learner-{i}" for i in range(3)}
 
     play(story)
+
+
+def _learner(fleet: ScriptedFleet, index: int) -> Learner:
+    joining_ones = {i: scripted for i, (scripted, _) in fleet._joining.items()}
+    return (joining_ones | fleet.learners)[index].learner
+
+
+def _stop_at(patch: pytest.MonkeyPatch, phase: str) -> None:
+    """The connection of whoever joins lets nothing through from this phase on."""
+    original = ScriptedLearner.join
+
+    async def join(self: ScriptedLearner) -> None:
+        if phase == "joining":
+            await self.line.cut()
+        elif phase == "syncing":
+            self.line.watch = lambda _request: _silence()
+        elif phase == "recovering":
+            self.line.recover = lambda _requests: _silence()
+        await original(self)
+
+    patch.setattr(ScriptedLearner, "join", join)
+
+
+def _load_first(patch: pytest.MonkeyPatch, state: TrainingState) -> None:
+    """Whoever joins goes on from this state."""
+    original = ScriptedLearner.join
+
+    async def join(self: ScriptedLearner) -> None:
+        state.restore(self.model, self.inner_state, self.learner)
+        await original(self)
+
+    patch.setattr(ScriptedLearner, "join", join)
 
 
 async def _silence():
