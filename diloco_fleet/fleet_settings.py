@@ -19,6 +19,7 @@ from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.setting_fields import settings_of
 from decoupled_diloco.settings import RunSettings
 from diloco_fleet.process import Restart
+from learner_client.inner_work import RECOVER_MODES
 from learner_client.train.settings import TrainSettings
 
 
@@ -53,6 +54,14 @@ class FleetSettings:
     restart_wait_s: float = _setting(
         15.0, "longest wait before a process that keeps dying is started again; waits double to it"
     )
+    recover: str = _setting(
+        "peer",
+        "what a learner that is started again has beside the parameters: params (nothing), peer "
+        "(another one's optimizer state) or checkpoint (its own)",
+    )
+    checkpoint_every_s: float = _setting(
+        60.0, "seconds between two checkpoints of a learner, with recover = checkpoint"
+    )
     redis: str | None = _setting(
         None, "redis://HOST:PORT for the membership; in memory if none", secret=True
     )
@@ -75,9 +84,15 @@ class FleetSettings:
                 Reason.CONFIG_INVALID,
                 f"restart is {self.restart!r}; one of {', '.join(Restart)}",
             )
+        if self.recover not in RECOVER_MODES:
+            raise UsageError(
+                Reason.CONFIG_INVALID,
+                f"recover is {self.recover!r}; one of {', '.join(RECOVER_MODES)}",
+            )
         for name, low, high in (
             ("pace", 0.0, 3600.0),
             ("max_restarts", 0, 1_000_000),
+            ("checkpoint_every_s", 0.0, 1e6),
             ("evaluate_every", 1, 1_000_000_000),
             ("port", 0, 65535),
             ("restart_wait_s", 0.1, 86400.0),

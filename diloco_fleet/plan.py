@@ -105,6 +105,9 @@ class _Planner:
         for index, device in enumerate(devices):
             name = f"learner-{index}"
             arguments = ["train", *common, "--learner-id", name, "--device", device]
+            arguments += ["--recover", fleet.recover]
+            if fleet.recover == "checkpoint":
+                arguments += ["--checkpoint-every-s", repr(fleet.checkpoint_every_s)]
             arguments += ["--pace", repr(fleet.pace)] if fleet.pace else []
             arguments += ["--slow", repr(factors[index])] if index in factors else []
             specs.append(self.spec(name, "learner_client.cli", *arguments))

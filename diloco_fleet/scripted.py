@@ -40,7 +40,7 @@ from diloco_fleet.scripted_world import (
     run_in_virtual_time,
     virtual_loop,
 )
-from learner_client import Change, Learner, Runtime
+from learner_client import Change, Learner, OptimizerState, Runtime
 from learner_client.train.model import ModelConfig, Transformer, build_model, token_loss
 
 _DRAIN_S: Final = 10.0
@@ -67,6 +67,8 @@ class FleetSpec:
         model: shape of the model.
         batch_sizes: sequences per inner step of each learner, in turn.
         learning_rate: of the inner AdamW.
+        recover: what learners begin with, as for ``Learner``; with ``peer`` a learner that joins is
+            there once a peer has made its next step.
     """
 
     seed: int = 0
@@ -76,6 +78,7 @@ class FleetSpec:
     model: ModelConfig = SMALL_MODEL
     batch_sizes: tuple[int, ...] = (4,)
     learning_rate: float = 3e-3
+    recover: str = "params"
 
 
 def token_batch(spec: FleetSpec, shard: int, local_step: int) -> torch.Tensor:
@@ -129,8 +132,11 @@ class ScriptedLearner:
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), fused=True
         )
+        self.inner_state = OptimizerState(self.model, self._optimizer)
         self.learner = Learner(
             self.model,
+            inner_state=self.inner_state,
+            recover=spec.recover,
             learner_id=self.learner_id,
             run_id=spec.settings.run_id,
             on_change=self._changed,
@@ -206,6 +212,7 @@ class ScriptedFleet:
         self._lives: list[SynchronizerLife] = []
         self._past: list[LearnerResult] = []
         self._num_lives: dict[int, int] = {}
+        self._joining: dict[int, tuple[ScriptedLearner, asyncio.Task[None]]] = {}
 
     @property
     def synchronizer(self) -> SynchronizerLife | None:
@@ -235,6 +242,7 @@ class ScriptedFleet:
             case StartSynchronizer():
                 await self._start()
         await virtual_loop().settle()
+        self._arrived()
         life = self._address.life
         if life is not None and life.engine.failure is not None:
             raise life.engine.failure
@@ -265,6 +273,8 @@ class ScriptedFleet:
 
     async def close(self) -> None:
         """Ends everything."""
+        for index in list(self._joining):
+            await self._give_up(index)
         for index in list(self.learners):
             await self.learners.pop(index).leave()
         if self._address.life is not None:
@@ -304,15 +314,40 @@ class ScriptedFleet:
 
     async def _join(self, index: int) -> None:
         self._running()
-        if index in self.learners:
+        if index in self.learners or index in self._joining:
             raise _impossible(f"learner {index} is there already; kill it first")
         life = self._num_lives[index] = self._num_lives.get(index, 0) + 1
         scripted = ScriptedLearner(self.spec, index, life, self._address)
         self._lines.append(scripted.line)
-        await scripted.join()
-        self.learners[index] = scripted
+        task = virtual_loop().create_task(scripted.join())
+        self._joining[index] = (scripted, task)
+        if self.spec.recover == "params":
+            await asyncio.wait((task,))  # nobody else has to do anything for it
+
+    def _arrived(self) -> None:
+        """Learners that have joined meanwhile are there.
+
+        Raises:
+            DilocoError: why one could not join.
+        """
+        for index, (scripted, task) in list(self._joining.items()):
+            if task.done():
+                del self._joining[index]
+                task.result()
+                self.learners[index] = scripted
+
+    async def _give_up(self, index: int) -> None:
+        """A learner that is joining is gone."""
+        scripted, task = self._joining.pop(index)
+        await scripted.line.cut()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        self._lines.remove(scripted.line)
 
     async def _end(self, index: int, *, silently: bool) -> None:
+        if index in self._joining and silently:
+            await self._give_up(index)
+            return
         scripted = self._at(index)
         self._past.append(self._read(index, ended=True))
         del self.learners[index]

@@ -259,6 +259,12 @@ class Line:
         """See ``Transport``."""
         return await self._open().lease_data(request)
 
+    def recover(
+        self, requests: AsyncIterator[pb.RecoverRequest]
+    ) -> AsyncGenerator[pb.RecoverResponse, None]:
+        """See ``Transport``."""
+        return self._open().recover(requests)
+
     async def leave(self, request: pb.LeaveRequest) -> pb.LeaveResponse:
         """See ``Transport``."""
         return await self._open().leave(request)

@@ -9,6 +9,7 @@ from learner_client.core.connection import Change, State
 from learner_client.core.leadership import Move
 from learner_client.data import DataStatus, LeasedData, epoch_order
 from learner_client.errors import DilocoError, Reason, UsageError
+from learner_client.inner_state import InnerState, OptimizerState
 from learner_client.learner import Learner
 from learner_client.overhead import Overhead
 from learner_client.parameters import ModuleParameters, Parameters
@@ -20,11 +21,13 @@ __all__ = [
     "Change",
     "DataStatus",
     "DilocoError",
+    "InnerState",
     "Learner",
     "LearnerStatus",
     "LeasedData",
     "ModuleParameters",
     "Move",
+    "OptimizerState",
     "Overhead",
     "Parameters",
     "Reason",

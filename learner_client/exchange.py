@@ -108,6 +108,7 @@ class Exchange:
             failure=lambda: self._failure,
             on_wait=self._waits_for_data,
         )
+        self.may_train: Callable[[], bool] = lambda: True
 
     # -- both ------------------------------------------------------------------------------
 
@@ -232,7 +233,11 @@ class Exchange:
             self._pending.offer(update.fragment, update)
 
     def all_held(self) -> None:
-        """There is a published copy of every fragment: training may start."""
+        """There is a published copy of every fragment: training may start, where nothing else is
+        waited for.
+        """
+        if not self.may_train():
+            return
         with self._lock:
             change = self._connection.happened(Event.SYNCED)
         self.say(change)

@@ -24,6 +24,8 @@ from learner_client.core.leadership import Move
 from learner_client.data import LeasedData
 from learner_client.dialling import search_for
 from learner_client.exchange import Exchange, Grant, Update
+from learner_client.inner_state import InnerState
+from learner_client.inner_work import InnerWork
 from learner_client.link import Identity
 from learner_client.overhead import Overhead, OverheadMeter
 from learner_client.parameters import ModuleParameters, Parameters
@@ -60,6 +62,10 @@ class Learner:
         learner_id: stable id; another process that joins under it fences this one.
         run_id: run to join; empty takes whichever is served.
         embedding_names: see ``ModuleParameters``.
+        inner_state: what the inner optimizer remembers; given to peers that recover.
+        recover: what a learner without a saved state begins with beside the parameters:
+            ``params`` nothing, ``peer`` the inner state of a peer; ``checkpoint`` is ``peer`` where
+            no state was loaded.
         labels: for people who look; process id and host are added.
         join_timeout_s: longest wait for the published parameters; None waits without end.
         insecure: True where plaintext to another machine was asked for.
@@ -81,6 +87,8 @@ class Learner:
         address: str | Sequence[str] = "",
         run_id: str = "",
         embedding_names: Collection[str] | None = None,
+        inner_state: InnerState | None = None,
+        recover: str = "params",
         labels: Mapping[str, str] | None = None,
         join_timeout_s: float | None = 300.0,
         insecure: bool = False,
@@ -92,6 +100,7 @@ class Learner:
     ) -> None:
         if not learner_id:
             raise UsageError(Reason.CONFIG_INVALID, "learner_id is empty; give a stable name")
+        self._inner = InnerWork(inner_state, recover)
         self._parameters: Parameters = (
             ModuleParameters(model, embedding_names=embedding_names)
             if isinstance(model, nn.Module)
@@ -129,7 +138,7 @@ class Learner:
         """The boundary after one inner step; never waits for the network.
 
         In this order: counts the step, writes pending updates into the model, copies the fragments
-        that are due next, hands over a report.
+        that are due next (and, where a peer asks for it, the inner state), hands over a report.
 
         Args:
             num_tokens: tokens trained in this step.
@@ -153,6 +162,7 @@ class Learner:
             self._write_published()
             self._exchange.discarded()
         self._copy_due()
+        self._inner.serve(self._exchange.core)
         now = time.perf_counter()
         loop_s, self._stepped_at = now - self._stepped_at, now
         self._exchange.report(
@@ -270,6 +280,7 @@ class Learner:
                 Reason.CONFIG_CONFLICT, "load the state before entering: the learner has joined"
             )
         self._saved = saved_state_from(state)
+        self._inner.is_restored = True
 
     def adopt_published(self, timeout_s: float = _ADOPT_S) -> int:
         """Overwrites the model with the published copy: what all learners share, and what to save.
@@ -376,11 +387,16 @@ class Learner:
             search=self._search,
             runtime=self._runtime,
             saved=self._saved,
+            inner=self._inner,
         )
         return self._worker
 
     def _begin(self) -> None:
         self._write(self._exchange.take_updates())
+        if self._saved is not None and self.settings.data_mode == "leases":
+            # The samples behind its local progress went to others when that life ended.
+            self._write_published()
+            self._exchange.discarded()
         self._stepped_at = time.perf_counter()
 
     def _running(self) -> Worker:

@@ -8,6 +8,7 @@ from pathlib import Path
 from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.setting_fields import setting
 from learner_client.addresses import read_addresses
+from learner_client.inner_work import RECOVER_MODES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +29,30 @@ class LearnerSettings:
     slow: float = setting(1.0, "run at this share of the speed, above 0 and at most 1")
     threads: int = setting(0, "torch threads; 0 leaves it to PyTorch and OMP_NUM_THREADS")
     join_timeout_s: float = setting(300.0, "longest wait for the first parameters, seconds")
+    recover: str = setting(
+        "peer",
+        "what a learner that starts has beside the parameters: params (nothing), peer (another "
+        "one's optimizer state) or checkpoint (its own, written as it trains)",
+    )
+    checkpoint_every_s: float = setting(
+        60.0, "seconds between two checkpoints, with recover = checkpoint; the disk bears the cost"
+    )
     insecure: bool = setting(False, "plaintext beyond loopback, said aloud")
     log_format: str = setting("text", "text or json")
 
     def __post_init__(self) -> None:
         check_process(self.address, self.log_format)
+        if self.recover not in RECOVER_MODES:
+            raise UsageError(
+                Reason.CONFIG_INVALID,
+                f"recover is {self.recover!r}; one of {', '.join(RECOVER_MODES)}",
+            )
         for name, low, high in (
             ("pace", 0.0, 3600.0),
             ("slow", 1e-6, 1.0),
             ("threads", 0, 4096),
             ("join_timeout_s", 0.1, 1e6),
+            ("checkpoint_every_s", 0.0, 1e6),
         ):
             value = getattr(self, name)
             if not low <= value <= high:

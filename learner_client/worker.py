@@ -28,6 +28,7 @@ from learner_client.core.learner_core import PullRequest
 from learner_client.core.reports import StepReport
 from learner_client.core.retry import REJOIN, Backoff, is_fatal
 from learner_client.exchange import Exchange, Grant
+from learner_client.inner_work import InnerWork
 from learner_client.leaders import LeaderSearch
 from learner_client.leaser import Leaser
 from learner_client.link import Identity, Link
@@ -54,6 +55,7 @@ class Worker:
         search: the way to the synchronizer that leads.
         runtime: time, chance and threads.
         saved: state to go on from.
+        inner: recovers from peers and gives to them.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Worker:
         search: LeaderSearch,
         runtime: Runtime | None = None,
         saved: SavedState | None = None,
+        inner: InnerWork,
     ) -> None:
         self._exchange = exchange
         self._parameters = parameters
@@ -72,6 +75,7 @@ class Worker:
         self._search = search
         self._runtime = runtime or Runtime()
         self._saved = saved
+        self._inner = inner
         self._backoff = Backoff()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -158,6 +162,7 @@ class Worker:
         pusher = Pusher(link, self._fail_session)
         search, admission = self._search, Admission(link, self._search, self._saved)
         search.relay = lambda calls: admission.relay(calls, watcher.versions)
+        self._inner.begin(link, lambda: watcher.versions)
         grant = None
         leaser = Leaser(link)
         self._exchange.data.on_want = lambda: self._call_soon(leaser.wanted.set)
@@ -187,6 +192,7 @@ class Worker:
                 DilocoError(Reason.INTERNAL, f"{type(error).__name__}: {error}; see the log")
             )
         finally:
+            await self._inner.aclose()
             await pusher.aclose()
 
     async def _session(
@@ -202,6 +208,7 @@ class Worker:
         streams = (
             self._until_lost(self._report(link, grant, pusher)),
             self._until_lost(watcher.run(grant)),
+            self._until_lost(self._inner.recover(grant)),
             self._until_lost(_wait_for(self._session_failure)),
             self._until_lost(
                 self._search.keep_watch(grant.settings.lease_timeout_s, self._progress)
@@ -282,6 +289,8 @@ class Worker:
             told = response.quarantine
             if told.reason or self._exchange.connection.reason == Reason.QUARANTINED:
                 self._exchange.waits(*left_out(told.reason, told.seconds))
+        elif kind == "donate":
+            self._inner.asked(response.donate, grant)
         elif kind == "not_leading":
             self._search.heard(response.not_leading.claim, response.not_leading.addresses)
             raise DilocoError(

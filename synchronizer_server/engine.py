@@ -21,6 +21,7 @@ from synchronizer_server.core import events as ev
 from synchronizer_server.ledger import Ledger
 from synchronizer_server.limits import StreamLimits
 from synchronizer_server.parts import Parts
+from synchronizer_server.recovery import RelayDesk
 from synchronizer_server.roll_backs import RollBacks
 from synchronizer_server.round_work import RoundWork
 from synchronizer_server.streams import ReportStream
@@ -49,6 +50,7 @@ class Engine:
         self.roll_backs = RollBacks()
         self.ledger = Ledger()
         self.rounds = RoundWork(parts, self.ledger, self.handle)
+        self.relays = RelayDesk(self.tell, parts.journal)
         self.complete = asyncio.Event()
         self.started_at = parts.clock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,6 +134,7 @@ class Engine:
         self.parts.committer.wake_watchers()
         for stream in list(self.streams.values()):
             stream.close(self.farewell)
+        self.relays.close_all(self.farewell)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -191,6 +194,8 @@ class Engine:
                 logger.warning("%s: %s", effect.learner_id, effect.detail)
             case fx.GrantSeed() | fx.GrantData() | fx.StagePush():
                 pass  # the services read these from what `handle` returns
+            case fx.AskDonor() | fx.DropDonor() | fx.EndRecovery():
+                self.relays.carry_out(effect)
 
     # -- streams ---------------------------------------------------------------------------------
 
@@ -214,15 +219,17 @@ class Engine:
                 ev.StreamClosed(learner_id=stream.learner_id, incarnation=stream.incarnation)
             )
 
+    def tell(self, learner_id: str, incarnation: Incarnation, message: pb.ReportResponse) -> None:
+        """Says something to a learner in this life; nothing where it is not there."""
+        stream = self.streams.get(learner_id)
+        if stream is not None and stream.incarnation == incarnation:
+            self.send(stream, message)
+
     def _send_pull(self, effect: fx.SendPull) -> None:
-        stream = self.streams.get(effect.learner_id)
-        if stream is not None and stream.incarnation == effect.incarnation:
-            pull = pb.Pull(
-                term=self.core.state.term,
-                global_step=effect.global_step,
-                fragment=effect.fragment,
-            )
-            self.send(stream, pb.ReportResponse(pull=pull))
+        pull = pb.Pull(
+            term=self.core.state.term, global_step=effect.global_step, fragment=effect.fragment
+        )
+        self.tell(effect.learner_id, effect.incarnation, pb.ReportResponse(pull=pull))
 
     def _quarantine(self, effect: fx.QuarantineChanged) -> None:
         if effect.reason:

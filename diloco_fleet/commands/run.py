@@ -46,7 +46,7 @@ _RUN_FLAGS = (
     "data_mode",
 )
 _FLEET_FLAGS = (
-    *("data", "pace", "slow_learner", "restart", "max_restarts"),
+    *("data", "pace", "slow_learner", "restart", "max_restarts", "recover"),
     *("redis", "standby", "device", "evaluate_every", "port"),
 )
 

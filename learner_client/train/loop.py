@@ -16,9 +16,11 @@ from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, Reason, UsageError
 from decoupled_diloco.journal import Journal
 from learner_client.core.connection import Change
 from learner_client.core.leadership import Move
+from learner_client.inner_state import OptimizerState
 from learner_client.learner import Learner
 from learner_client.settings import LearnerSettings
 from learner_client.train.applied import AppliedVersions
+from learner_client.train.checkpoints import Checkpoints
 from learner_client.train.data import LeasedBatches, ShardedBatches
 from learner_client.train.device import compute_precision, resolve_device
 from learner_client.train.model import Transformer, token_loss
@@ -26,6 +28,7 @@ from learner_client.train.optimizer import build_optimizer, set_learning_rate
 from learner_client.train.schedule import learning_rate_at
 from learner_client.train.setup import Setup, load_setup
 from learner_client.train.stopping import StopRequest
+from learner_client.training_state import TrainingState
 from learner_client.transport.calls import num_calls
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,15 @@ class Trainer:
         self._device = resolve_device(settings.device)
         self._model: Transformer = setup.build_model().to(self._device)
         self._optimizer = build_optimizer(self._model, setup.trainer)
+        self._inner_state = OptimizerState(self._model, self._optimizer)
+        self._checkpoints = (
+            Checkpoints(
+                settings.run_dir / "checkpoints" / f"{settings.learner_id}.safetensors",
+                every_s=settings.checkpoint_every_s,
+            )
+            if settings.recover == "checkpoint"
+            else None
+        )
         run = setup.run
         self._clock = ScheduleClock(run.num_fragments / run.sync_interval, float(run.num_fragments))
         self._applied = AppliedVersions()
@@ -94,11 +106,14 @@ class Trainer:
             address=self._settings.address,
             learner_id=self._settings.learner_id,
             run_id=self._setup.run.run_id,
+            inner_state=self._inner_state,
+            recover=self._settings.recover,
             join_timeout_s=self._settings.join_timeout_s,
             insecure=self._settings.insecure,
             on_change=self._changed,
             on_move=self._moved,
         )
+        saved_position = self._go_back(learner)
         with learner:
             before = num_calls(), num_calls(threading.get_ident())
             self._metrics.write(
@@ -107,7 +122,7 @@ class Trainer:
                 local_step=learner.local_step,
                 shard=learner.shard,
             )
-            self._train(learner)
+            self._train(learner, saved_position)
         self._metrics.write(
             "stop",
             local_step=learner.local_step,
@@ -125,8 +140,28 @@ class Trainer:
         )
         return EXIT_OK if learner.finished else EXIT_DRAINED
 
-    def _train(self, learner: Learner) -> None:
-        next_batch = self._batches(learner)
+    def _go_back(self, learner: Learner) -> int:
+        """Restores the own checkpoint, where that is asked for; returns its data position."""
+        state = self._checkpoints.load() if self._checkpoints is not None else None
+        if state is None:
+            return 0
+        try:
+            state.restore(self._model, self._inner_state, learner)
+        except UsageError as error:
+            logger.warning("the checkpoint is not used: %s", error)
+            return 0
+        position = state.data.get("position", 0)
+        logger.info("goes on from its checkpoint, %d batches in", position)
+        return position
+
+    def _train(self, learner: Learner, saved_position: int) -> None:
+        # What was heard of an earlier life beyond its checkpoint is not trained again.
+        next_batch, position = self._batches(learner, max(learner.local_step, saved_position))
+
+        def capture() -> TrainingState:
+            data = {"position": position()}
+            return TrainingState.capture(self._model, self._inner_state, learner, data)
+
         self._stop.heed()
         while not (learner.finished or learner.draining or self._stop.is_set()):
             began = time.perf_counter()
@@ -139,9 +174,20 @@ class Trainer:
             computed = time.perf_counter()
             learner.step(num_tokens=inputs.numel(), loss=loss)
             self._record(learner, loss, inputs.numel(), began, computed)
+            if self._checkpoints is not None:
+                self._checkpoints.save_if_due(capture)
+        if self._checkpoints is not None:
+            self._checkpoints.close(None if learner.finished else capture)
 
-    def _batches(self, learner: Learner) -> Callable[[], Batch | None]:
-        """What gives the next batch; None where no more comes."""
+    def _batches(
+        self, learner: Learner, start: int
+    ) -> tuple[Callable[[], Batch | None], Callable[[], int]]:
+        """What gives the next batch (None where no more comes), and what its position is.
+
+        Args:
+            learner: gives shard or leases.
+            start: position in the shard; leased data has its own.
+        """
         trainer, run = self._setup.trainer, self._setup.run
         if run.data_mode == "leases":
             leased = LeasedBatches(
@@ -152,7 +198,7 @@ class Trainer:
                 sequence_length=trainer.sequence_length,
                 seed=trainer.seed,
             )
-            return lambda: leased.next_batch(self._stop.is_set)
+            return lambda: leased.next_batch(self._stop.is_set), lambda: 0
         batches = ShardedBatches(
             self._setup.corpus,
             shard=learner.shard,
@@ -161,8 +207,8 @@ class Trainer:
             sequence_length=trainer.sequence_length,
             seed=trainer.seed,
         )
-        batches.position = learner.local_step
-        return batches.next_batch
+        batches.position = start
+        return batches.next_batch, lambda: batches.position
 
     def _inner_step(self, learner: Learner, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """One step of the inner optimizer; returns the loss in nats per token."""

@@ -42,6 +42,11 @@ class Transport(Protocol):
     ) -> synchronizer_pb2.LeaseDataResponse:
         """Asks for a range of the training data."""
 
+    def recover(
+        self, requests: AsyncIterator[synchronizer_pb2.RecoverRequest]
+    ) -> AsyncGenerator[synchronizer_pb2.RecoverResponse, None]:
+        """Opens a recovery, as its recipient or as a donor."""
+
     async def leave(self, request: synchronizer_pb2.LeaveRequest) -> synchronizer_pb2.LeaveResponse:
         """Says goodbye."""
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class GrpcTransport:
-    """Two TCP connections: reports, Join and Leave on one, pushes and updates on the other.
+    """Two TCP connections: reports, Join and Leave on one, all bulk on the other.
 
     Create it within the event loop that uses it. gRPC does not survive a fork: start DataLoader
     workers before, or with ``multiprocessing_context="spawn"``.
@@ -83,6 +83,13 @@ class GrpcTransport:
     ) -> synchronizer_pb2.LeaseDataResponse:
         """See ``Transport``."""
         return await _mapped(self._control_stub.LeaseData(request, timeout=LEASE_DEADLINE_S))
+
+    async def recover(
+        self, requests: AsyncIterator[synchronizer_pb2.RecoverRequest]
+    ) -> AsyncGenerator[synchronizer_pb2.RecoverResponse, None]:
+        """See ``Transport``."""
+        async for response in _stream(self._bulk_stub.Recover(requests)):
+            yield response
 
     async def leave(self, request: synchronizer_pb2.LeaveRequest) -> synchronizer_pb2.LeaveResponse:
         """See ``Transport``."""

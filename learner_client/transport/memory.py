@@ -69,6 +69,13 @@ class SynchronizerService(Protocol):
     ) -> synchronizer_pb2.LeaseDataResponse:
         """See the proto."""
 
+    def Recover(  # noqa: N802
+        self,
+        request_iterator: _Requests,
+        context: _Context,
+    ) -> AsyncIterator[synchronizer_pb2.RecoverResponse]:
+        """See the proto."""
+
     async def Leave(  # noqa: N802
         self,
         request: synchronizer_pb2.LeaveRequest,
@@ -239,6 +246,12 @@ class InMemoryTransport:
     ) -> synchronizer_pb2.LeaseDataResponse:
         """See ``Transport``."""
         return await self._unary(lambda context: self._service.LeaseData(request, context))
+
+    def recover(
+        self, requests: AsyncIterator[synchronizer_pb2.RecoverRequest]
+    ) -> AsyncGenerator[synchronizer_pb2.RecoverResponse, None]:
+        """See ``Transport``."""
+        return self._stream(lambda context: self._service.Recover(requests, context), requests)
 
     async def leave(self, request: synchronizer_pb2.LeaveRequest) -> synchronizer_pb2.LeaveResponse:
         """See ``Transport``."""

@@ -73,6 +73,12 @@ class SwitchingTransport:
         """See ``Transport``."""
         return await self._opened().lease_data(request)
 
+    def recover(
+        self, requests: AsyncIterator[synchronizer_pb2.RecoverRequest]
+    ) -> AsyncGenerator[synchronizer_pb2.RecoverResponse, None]:
+        """See ``Transport``."""
+        return self._opened().recover(requests)
+
     async def leave(self, request: synchronizer_pb2.LeaveRequest) -> synchronizer_pb2.LeaveResponse:
         """See ``Transport``."""
         return await self._opened().leave(request)

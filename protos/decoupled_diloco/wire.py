@@ -6,12 +6,18 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from decoupled_diloco.errors import DilocoError, Reason
-from decoupled_diloco.layout import Role, TensorSpec
+from decoupled_diloco.layout import Layout, Role, TensorSpec
 from decoupled_diloco.v1 import types_pb2
 from decoupled_diloco.versions import DIGEST_BYTES, Incarnation, Version
 
 MAX_COUNT: Final = 2**53
 """Steps, terms and tokens above that cannot be, and no record could keep their sums."""
+
+INNER_STATE_CODEC: Final = "safetensors"
+"""How inner state is encoded on its way from a donor to a recovering learner."""
+
+_INNER_STATE_RATIO: Final = 16
+_INNER_STATE_NAMES_BYTES: Final = 1 << 20
 
 _ROLES: Final = {
     Role.EMBEDDING: types_pb2.TENSOR_ROLE_EMBEDDING,
@@ -33,6 +39,14 @@ def check_count(number: int, what: str) -> int:
     if number > MAX_COUNT:
         raise malformed(f"{what} is {number}, at most {MAX_COUNT} can be")
     return number
+
+
+def inner_state_limit(layout: Layout) -> int:
+    """The most bytes of inner state that can be meant, as safetensors: 16 x the parameters in fp32.
+
+    AdamW keeps 2 x; a small model's names may take more than its tensors.
+    """
+    return 4 * layout.num_parameters * _INNER_STATE_RATIO + _INNER_STATE_NAMES_BYTES
 
 
 def incarnation_from(message: types_pb2.Incarnation) -> Incarnation:

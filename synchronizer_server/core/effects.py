@@ -259,6 +259,43 @@ class RollBackFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskDonor:
+    """Ask a learner for its inner state.
+
+    Attributes:
+        learner_id: the donor.
+        incarnation: under which life.
+        recipient_id: who is to get it.
+        known_global_steps: global step by fragment that it must have applied before it copies.
+    """
+
+    recovery_id: str
+    learner_id: str
+    incarnation: Incarnation
+    recipient_id: str
+    known_global_steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropDonor:
+    """Take nothing more from this donor of a recovery."""
+
+    recovery_id: str
+    learner_id: str
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRecovery:
+    """Tell the recipient that this recovery came to nothing."""
+
+    recovery_id: str
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
     """The last round is published, or a drain has nothing left to finish."""
 
@@ -286,5 +323,8 @@ Effect = (
     | QuarantineChanged
     | CountersCut
     | RollBackFailed
+    | AskDonor
+    | DropDonor
+    | EndRecovery
     | Completed
 )

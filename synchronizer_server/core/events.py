@@ -271,6 +271,54 @@ class DrainStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryAsked:
+    """A learner asks for the inner state of a peer.
+
+    Attributes:
+        recovery_id: names the recovery.
+        known_global_steps: global step of the version that it has, by fragment.
+    """
+
+    recovery_id: str
+    learner_id: str
+    incarnation: Incarnation
+    known_global_steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DonationProgressed:
+    """More of a donor's inner state is here.
+
+    Attributes:
+        learner_id: the donor.
+        is_blocked: True where the rest waits for the recipient to read.
+        is_whole: True where the donor has sent everything.
+    """
+
+    recovery_id: str
+    learner_id: str
+    is_blocked: bool = False
+    is_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DonationFailed:
+    """A donor declined, broke off or sent what cannot be."""
+
+    recovery_id: str
+    learner_id: str
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryEnded:
+    """The recipient has everything, or is gone."""
+
+    recovery_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """Time passed; sent at `SynchronizerCore.wake_at`."""
 
@@ -298,5 +346,9 @@ Event = (
     | RollBack
     | SeedForbidden
     | DrainStarted
+    | RecoveryAsked
+    | DonationProgressed
+    | DonationFailed
+    | RecoveryEnded
     | Tick
 )

@@ -20,6 +20,7 @@ from synchronizer_server.core.effects import (
     QuarantineChanged,
 )
 from synchronizer_server.core.pushes import PushDesk
+from synchronizer_server.core.recovery import RecoveryDesk
 from synchronizer_server.core.roster import Learner, LearnerState
 from synchronizer_server.core.scheduler import Scheduler
 from synchronizer_server.core.seeding import Seeding
@@ -56,6 +57,7 @@ class SynchronizerCore:
         self._scheduler = Scheduler(self.state, self._desk)
         self._seeding = Seeding(self.state)
         self._data = DataDesk(self.state)
+        self._recoveries = RecoveryDesk(self.state)
         self._wait_log = WaitLog(Waits(self.state, self._scheduler))
 
     def fix_layout(self, num_fragments: int) -> None:
@@ -73,6 +75,7 @@ class SynchronizerCore:
         self._release(now)
         self._seeding.advance(now)
         self._scheduler.advance(now)
+        self._recoveries.advance(now)
         self.state.effects.extend(self._wait_log.observe(now, self._patience_s()))
         effects, self.state.effects = self.state.effects, []
         return effects
@@ -83,6 +86,7 @@ class SynchronizerCore:
         times: list[float | None] = [
             *self._scheduler.deadlines(now),
             self._seeding.deadline(),
+            *self._recoveries.deadlines(),
             state.roster.silent_at(state.settings.heartbeat_timeout_s),
             self._data.expires_at(),
             state.quarantine.next_at(),
@@ -92,7 +96,7 @@ class SynchronizerCore:
 
     def waits(self, now: float) -> list[tuple[Waiting, float]]:
         """Everything that waits, with for how long, seconds."""
-        return self._wait_log.current(now)
+        return self._wait_log.current(now) + self._recoveries.waits(now)
 
     def seed_refusal(
         self, learner_id: str, incarnation: Incarnation, fragment: int
@@ -187,6 +191,13 @@ class SynchronizerCore:
                 self._seeding.forbidden(event)
             case ev.DrainStarted():
                 self.state.draining = True
+            case (
+                ev.RecoveryAsked()
+                | ev.DonationProgressed()
+                | ev.DonationFailed()
+                | ev.RecoveryEnded()
+            ):
+                self._recoveries.take(event, now)
             case ev.Tick():
                 pass
             case _:

@@ -21,6 +21,7 @@ from synchronizer_server.joining import JoinDesk
 from synchronizer_server.service.data import lease_data
 from synchronizer_server.service.identity import require_current
 from synchronizer_server.service.push import push
+from synchronizer_server.service.recover import recover
 from synchronizer_server.service.report import report
 from synchronizer_server.service.watch import watch
 
@@ -104,8 +105,8 @@ class SynchronizerService(rpc.SynchronizerServiceServicer):
     async def Recover(
         self, request_iterator: AsyncIterator[pb.RecoverRequest], context: Context
     ) -> AsyncIterator[pb.RecoverResponse]:
-        """Not served: a learner comes back with the published parameters alone."""
-        async for message in answers(context, _unserved_stream()):
+        """Serves a recovering learner, or takes a donor's inner state."""
+        async for message in answers(context, recover(self._engine, request_iterator)):
             yield message
 
     async def LeaseData(
@@ -134,12 +135,3 @@ class SynchronizerService(rpc.SynchronizerServiceServicer):
         except DilocoError as error:
             logger.warning("the membership keeps %s a while: %s", request.learner_id, error)
         return pb.LeaveResponse(clock=self._engine.clock_message())
-
-
-async def _unserved_stream() -> AsyncIterator[pb.RecoverResponse]:
-    nothing: tuple[pb.RecoverResponse, ...] = ()
-    for message in nothing:
-        yield message
-    raise DilocoError(
-        Reason.UNIMPLEMENTED, "inner state of a peer is not relayed; watch for the parameters"
-    )

@@ -30,7 +30,7 @@ SURFACE = {
     "run": """--config --learners --global-steps --quorum --num-fragments --sync-interval --grace
         --merge --codec-up --codec-down --preset --batch-size --sequence-length --learning-rate
         --precision --seed --data --pace --slow-learner --restart --max-restarts --redis --standby
-        --replication --device
+        --replication --device --recover
         --evaluate-every --port --name --run-dir --resume --log-format""",
     "status": "--run-dir --address --json --watch --insecure",
     "quorum": "--run-dir --address --insecure",

@@ -51,18 +51,31 @@ class Wiring:
         if flag in command:
             place = command.index(flag) + 1
             command[place] = self._replaced(spec.name, command[place])
+        if "--advertise" in command:
+            # What others learn of it must not lead round their links.
+            place = command.index("--advertise") + 1
+            command[place] = self._advertised(spec.name, command[place])
         environment = dict(spec.environment)
         if _REDIS_VARIABLE in environment:
             url = environment[_REDIS_VARIABLE]
             environment[_REDIS_VARIABLE] = self._replaced(spec.name, url)
         return dataclasses.replace(spec, command=tuple(command), environment=environment)
 
+    def _advertised(self, name: str, address: str) -> str:
+        """The link by which the other synchronizer gets here."""
+        other = next(x for x in self._listens if x not in {name, REDIS})
+        return self._link(other, name, address).address
+
+    def _link(self, connects: str, listens: str, address: str) -> Link:
+        if (connects, listens) not in self._links:
+            link = self._proxies.link(f"{connects} to {listens}", address)
+            self._links[connects, listens] = link
+        return self._links[connects, listens]
+
     def _replaced(self, connects: str, text: str) -> str:
         for listens, address in self._listens.items():
             if address in text:
-                link = self._proxies.link(f"{connects} to {listens}", address)
-                self._links[connects, listens] = link
-                text = text.replace(address, link.address)
+                text = text.replace(address, self._link(connects, listens, address).address)
         return text
 
     def between(self, one: str, other: str) -> list[tuple[Link, bool]]:

@@ -346,6 +346,12 @@ def words(effect: ef.Effect) -> str:
             return f"{effect.learner_id} {effect.detail}"
         case ef.RollBackFailed():
             return f"fragment {effect.fragment} is not put back: {effect.message}"
+        case ef.AskDonor():
+            return f"ask {effect.learner_id} to give to {effect.recipient_id}"
+        case ef.DropDonor():
+            return f"take no more from {effect.learner_id}: {effect.reason}"
+        case ef.EndRecovery():
+            return f"end recovery {effect.recovery_id}: {effect.reason}"
         case ef.Completed():
             return f"complete at {effect.global_step}"
 

@@ -202,7 +202,6 @@ def test_health_drain_and_what_is_not_served(start: Callable[..., Process]) -> N
         calls: list[Callable[[], object]] = [
             lambda: admin.TakeSnapshot(admin_pb2.TakeSnapshotRequest()),
             lambda: admin.Promote(admin_pb2.PromoteRequest()),
-            lambda: next(synchronizer_pb2_grpc.SynchronizerServiceStub(channel).Recover(iter([]))),
             lambda: next(
                 replication_pb2_grpc.ReplicationServiceStub(channel).Replicate(
                     iter([replication_pb2.ReplicateRequest()])
