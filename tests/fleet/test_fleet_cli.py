@@ -27,7 +27,7 @@ from diloco_fleet.screen import LineScreen
 from diloco_fleet.status import Layout, StatusClient, StatusPoller
 
 SURFACE = {
-    "run": """--config --learners --global-steps --quorum --num-fragments --sync-interval --grace
+    "run": """--config --learners --global-steps --quorum --num-fragments --sync-interval --data-mode --grace
         --merge --codec-up --codec-down --preset --batch-size --sequence-length --learning-rate
         --precision --seed --data --pace --slow-learner --restart --max-restarts --redis --standby
         --replication --device --recover
