@@ -20,6 +20,7 @@ from synchronizer_server.core.pushes import PushDesk
 from synchronizer_server.core.roster import Learner, LearnerState
 from synchronizer_server.core.scheduler import Scheduler
 from synchronizer_server.core.seeding import Seeding
+from synchronizer_server.core.snapshots import Snapshots
 from synchronizer_server.core.state import CoreState, Restored, new_state
 from synchronizer_server.core.waits import Waiting, WaitLog, Waits
 
@@ -52,7 +53,8 @@ class SynchronizerCore:
         self._desk = PushDesk(self.state)
         self._scheduler = Scheduler(self.state, self._desk)
         self._seeding = Seeding(self.state)
-        self._wait_log = WaitLog(Waits(self.state, self._scheduler))
+        self.snapshots = Snapshots(self.state)
+        self._wait_log = WaitLog(Waits(self.state, self._scheduler, self.snapshots))
 
     def fix_layout(self, num_fragments: int) -> None:
         """The first learner brought the model: the layout has P fragments from now on."""
@@ -67,6 +69,7 @@ class SynchronizerCore:
         self._expire(now)
         self._seeding.advance(now)
         self._scheduler.advance(now)
+        self.snapshots.advance(now)
         self.state.effects.extend(self._wait_log.observe(now, self._patience_s()))
         effects, self.state.effects = self.state.effects, []
         return effects
@@ -76,6 +79,7 @@ class SynchronizerCore:
         state = self.state
         times: list[float | None] = [
             *self._scheduler.deadlines(now),
+            *self.snapshots.deadlines(),
             self._seeding.deadline(),
             state.roster.silent_at(state.settings.heartbeat_timeout_s),
             self._wait_log.next_at(now, self._patience_s()),
@@ -130,6 +134,7 @@ class SynchronizerCore:
                 self._scheduler.merged(event)
             case ev.RoundPersisted():
                 self._scheduler.persisted(event, now)
+                self.snapshots.published(now)
             case ev.PersistFailed():
                 self._persist_failed(event, now)
             case ev.RoundHeld():
@@ -143,6 +148,13 @@ class SynchronizerCore:
                 self.state.quorum = event.quorum
             case ev.DrainStarted():
                 self.state.draining = True
+            case (
+                ev.SnapshotWanted()
+                | ev.SnapshotRecorded()
+                | ev.SnapshotKept()
+                | ev.SnapshotFailed()
+            ):
+                self.snapshots.take(event, now)
             case ev.Tick():
                 pass
             case _:
