@@ -163,7 +163,7 @@ def read_metrics(folder: Path) -> RunMetrics:
         DilocoError: STORAGE_FAILED when a file cannot be read.
     """
     # Not at the top: learner_client imports torch, for which `diloco status` does not wait.
-    from learner_client.train.files import storage_errors
+    from learner_client.files import storage_errors
 
     texts = {}
     for path in sorted(folder.glob("*.jsonl")):

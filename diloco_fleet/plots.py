@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from diloco_fleet.goodput import GAP_FACTOR
 from diloco_fleet.metrics import FLEET, RunMetrics, Step
-from learner_client.train.files import write_atomically
+from learner_client.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,8 @@ from pathlib import Path
 from decoupled_diloco.errors import Reason, UsageError
 from diloco_fleet.fleet_settings import Resolved
 from diloco_fleet.run_files import RunFiles
+from learner_client.files import storage_errors
 from learner_client.train.corpus import open_corpus, write_corpus
-from learner_client.train.files import storage_errors
 from learner_client.train.tokenizer import build_tokenizer
 
 

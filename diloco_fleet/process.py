@@ -144,7 +144,7 @@ class Process:
             DilocoError: DISK_FULL or STORAGE_FAILED for the log.
         """
         # Not at the top: learner_client imports torch, for which this module's readers do not wait.
-        from learner_client.train.files import storage_errors
+        from learner_client.files import storage_errors
 
         with storage_errors(self.spec.log, "opening"):
             log = self.spec.log.open("ab", buffering=0)

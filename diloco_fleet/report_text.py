@@ -12,7 +12,7 @@ from typing import Final
 from diloco_fleet.goodput import GAP_FACTOR
 from diloco_fleet.report import Report
 from diloco_fleet.run_files import RunFiles
-from learner_client.train.files import write_atomically
+from learner_client.files import write_atomically
 
 _DEFINITIONS: Final = f"""\
 - **loss**: mean over held-out text in nats per token, of the published copy (what all learners

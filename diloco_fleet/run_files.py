@@ -188,7 +188,7 @@ class FleetFile:
             DilocoError: DISK_FULL or STORAGE_FAILED.
         """
         # Not at the top: learner_client imports torch, for which `diloco status` does not wait.
-        from learner_client.train.files import write_atomically
+        from learner_client.files import write_atomically
 
         text = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
         write_atomically(path, lambda temporary: _write_text(temporary, text))
@@ -235,7 +235,7 @@ def hold_run(files: RunFiles) -> Iterator[None]:
         UsageError: CONFIG_CONFLICT when another fleet is at work there.
         DilocoError: DISK_FULL or STORAGE_FAILED.
     """
-    from learner_client.train.files import storage_errors
+    from learner_client.files import storage_errors
 
     with storage_errors(files.lock, "opening"):
         descriptor = os.open(files.lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)

@@ -22,8 +22,8 @@ from torch import nn
 from decoupled_diloco.codecs.base import bytes_of
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from learner_client.checkpoint import saved_state_from
+from learner_client.files import storage_errors, write_atomically
 from learner_client.inner_state import InnerState
-from learner_client.train.files import storage_errors, write_atomically
 
 _DIGEST: Final = "sha256"
 _PARTS: Final = ("model", "inner", "learner", "rng", "data")

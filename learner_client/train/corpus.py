@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from decoupled_diloco.errors import Reason, UsageError
-from learner_client.train.files import fsync_path, storage_errors
+from learner_client.files import fsync_path, storage_errors
 from learner_client.train.python_docs import python_docs
 from learner_client.train.sources import find_files, read_pieces
 from learner_client.train.tokenizer import Tokenizer, load_tokenizer

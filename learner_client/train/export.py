@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import Reason, UsageError
-from learner_client.train.files import sha256_of, storage_errors, write_atomically
+from learner_client.files import sha256_of, storage_errors, write_atomically
 from learner_client.train.model import ModelConfig, Transformer
 from learner_client.train.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
