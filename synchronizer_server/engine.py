@@ -21,6 +21,7 @@ from synchronizer_server.core import events as ev
 from synchronizer_server.ledger import Ledger
 from synchronizer_server.parts import Parts
 from synchronizer_server.round_work import RoundWork
+from synchronizer_server.snapshotting import SnapshotDesk
 from synchronizer_server.streams import ReportStream
 from synchronizer_server.tensors import TensorBook
 from synchronizer_server.tickets import TicketDesk
@@ -45,6 +46,9 @@ class Engine:
         self.streams: dict[str, ReportStream] = {}
         self.ledger = Ledger()
         self.rounds = RoundWork(parts, self.ledger, self.handle)
+        self.snapshots = SnapshotDesk(
+            parts, handle=self.handle, send_all=self._send_all, spawn=self.spawn
+        )
         self.complete = asyncio.Event()
         self.started_at = parts.clock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -77,6 +81,7 @@ class Engine:
             term=self.core.state.term,
             own_step=self.core.state.committed,
             known_global_steps=[v.global_step for v in self.updates.versions()],
+            snapshot=self.core.snapshots.cut,
         )
 
     @property
@@ -124,6 +129,7 @@ class Engine:
         """Cancels what runs beside and ends all streams, with ``farewell`` where one is given."""
         self.closed = True
         self.farewell = farewell or self.farewell
+        self.snapshots.close()
         self.parts.committer.wake_watchers()
         for stream in list(self.streams.values()):
             stream.close(self.farewell)
@@ -170,6 +176,8 @@ class Engine:
                 self.rounds.publish_seed()
             case fx.Fence() | fx.CloseStream():
                 self._end_stream(effect)
+            case fx.BeginSnapshot() | fx.KeepSnapshot() | fx.EndSnapshot():
+                self.snapshots.carry_out(effect)
             case fx.Completed():
                 self._completed(effect)
             case fx.WaitChanged() | fx.LearnerChanged():
@@ -269,6 +277,7 @@ class Engine:
         word = "complete" if self.core.state.finished else "drained"
         logger.info("%s at global step %d", word, effect.global_step)
         self.parts.journal.write(word, global_step=effect.global_step)
+        self.snapshots.close()
         self.complete.set()
 
     def _tell(self, effect: fx.WaitChanged | fx.LearnerChanged) -> None:

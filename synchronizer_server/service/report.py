@@ -24,7 +24,9 @@ async def report(
     Raises:
         DilocoError: FENCED, UNKNOWN_LEARNER or MALFORMED.
     """
-    stream = _open(engine, await _hello(requests))
+    hello = await _hello(requests)
+    stream = _open(engine, hello)
+    engine.snapshots.heard(stream.learner_id, stream.incarnation, hello.clock)
     reader = asyncio.ensure_future(_read(engine, stream, requests))
     try:
         async for message in stream.messages():
@@ -68,6 +70,8 @@ async def _read(
             if stream.closed:
                 return
             engine.handle(_event(stream, request))
+            for message in (request.inner_step, request.heartbeat):
+                engine.snapshots.heard(stream.learner_id, stream.incarnation, message.clock)
     except Exception as error:
         stream.close(error)
     else:
