@@ -143,4 +143,5 @@ def _read_grant(response: synchronizer_pb2.JoinResponse) -> Grant:
         local_step=response.local_step,
         global_step=response.clock.own_step,
         seed=response.seed,
+        snapshot=response.clock.snapshot,
     )

@@ -30,6 +30,7 @@ from learner_client.core.learner_core import (
 )
 from learner_client.core.pending import PendingUpdates
 from learner_client.core.reports import StepReport
+from learner_client.snapshots import PartExchange, SnapshotDirectory
 
 _LOG = logging.getLogger("learner_client")
 
@@ -97,6 +98,7 @@ class Grant:
         local_step: local step at which its data goes on.
         global_step: global step of the synchronizer.
         seed: True where this incarnation pushes the first parameters.
+        snapshot: cut of the newest snapshot that had begun; it does not wait for this learner.
     """
 
     incarnation: Incarnation
@@ -106,6 +108,7 @@ class Grant:
     local_step: int
     global_step: int
     seed: bool
+    snapshot: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,10 +138,15 @@ class Exchange:
     Args:
         learner_id: for log lines.
         on_change: called with every change of state, outside the lock.
+        snapshots: where parts of snapshots go, if anywhere.
     """
 
     def __init__(
-        self, learner_id: str, *, on_change: Callable[[Change], None] | None = None
+        self,
+        learner_id: str,
+        *,
+        on_change: Callable[[Change], None] | None = None,
+        snapshots: SnapshotDirectory | None = None,
     ) -> None:
         self._lock = threading.Lock()
         self._learner_id = learner_id
@@ -154,6 +162,7 @@ class Exchange:
         self.grant: Grant | None = None
         self.layout: Layout | None = None
         self.tally = Tally()
+        self.snapshots = PartExchange(snapshots)
         self.synced: Future[None] = Future()
 
     # -- both ------------------------------------------------------------------------------
@@ -215,6 +224,7 @@ class Exchange:
 
     def granted(self, grant: Grant) -> None:
         """A Join was answered."""
+        self.snapshots.joined(grant.term, grant.snapshot)
         with self._lock:
             self.grant = grant
             self.core.joined(
@@ -339,6 +349,7 @@ class Exchange:
 
     def applied(self, update: Update) -> None:
         """An update is in the model."""
+        self.snapshots.applied(update.version)
         with self._lock:
             self._drop_capture(update.fragment)
             self._bases[update.fragment] = update.vector

@@ -18,16 +18,19 @@ from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.layout import Layout
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Incarnation
+from learner_client.boundary import Boundary
 from learner_client.checkpoint import SavedState, saved_state_from
 from learner_client.core.connection import Change, State
 from learner_client.core.leadership import Move
 from learner_client.dialling import search_for
-from learner_client.exchange import Exchange, Grant, Update
+from learner_client.exchange import Exchange, Grant
 from learner_client.link import Identity
 from learner_client.overhead import Overhead, OverheadMeter
 from learner_client.parameters import ModuleParameters, Parameters
 from learner_client.runtime import Runtime
+from learner_client.snapshots import SnapshotDirectory
 from learner_client.status import LearnerStatus, status_of
+from learner_client.training_state import SavedLearner, TrainingState
 from learner_client.transport.base import Transport
 from learner_client.worker import Worker
 
@@ -67,6 +70,10 @@ class Learner:
         transport: opens another transport than gRPC; replaces ``address``.
         connect: opens another transport than gRPC to one of the addresses.
         runtime: time, chance and threads, for scripted fleets.
+        snapshots: where this learner's parts of the fleet's snapshots go; without it, it is left
+            out of them.
+        training_state: copies everything that the loop depends on (`TrainingState.capture`);
+            called within ``step`` where a snapshot is due.
 
     Raises:
         UsageError: where model or arguments cannot be right.
@@ -88,9 +95,15 @@ class Learner:
         transport: Callable[[], Transport] | None = None,
         connect: Callable[[str], Transport] | None = None,
         runtime: Runtime | None = None,
+        snapshots: SnapshotDirectory | None = None,
+        training_state: Callable[[SavedLearner], TrainingState] | None = None,
     ) -> None:
         if not learner_id:
             raise UsageError(Reason.CONFIG_INVALID, "learner_id is empty; give a stable name")
+        if (snapshots is None) != (training_state is None):
+            raise UsageError(
+                Reason.CONFIG_CONFLICT, "snapshots and training_state go together: give both"
+            )
         self._parameters: Parameters = (
             ModuleParameters(model, embedding_names=embedding_names)
             if isinstance(model, nn.Module)
@@ -113,7 +126,9 @@ class Learner:
         )
         self._join_timeout_s = join_timeout_s
         self._runtime = runtime
-        self._exchange = Exchange(learner_id, on_change=on_change)
+        self._exchange = Exchange(learner_id, on_change=on_change, snapshots=snapshots)
+        self._boundary = Boundary(learner_id, self._parameters, self._exchange)
+        self._training_state = training_state
         self._saved: SavedState | None = None
         self._worker: Worker | None = None
         self._task: asyncio.Task[None] | None = None
@@ -126,7 +141,8 @@ class Learner:
         """The boundary after one inner step; never waits for the network.
 
         In this order: counts the step, writes pending updates into the model, copies the fragments
-        that are due next, hands over a report.
+        that are due next, hands over a report. A part of a snapshot that is due is recorded before
+        the first update above its cut.
 
         Args:
             num_tokens: tokens trained in this step.
@@ -142,8 +158,8 @@ class Learner:
             raise UsageError(Reason.CONFIG_INVALID, f"num_tokens is {num_tokens}; at least 0")
         if self._exchange.failure is not None:
             raise self._exchange.failure
-        self._write(self._exchange.count(num_tokens))
-        self._copy_due()
+        if self._boundary.cross(num_tokens, self._capture()):
+            worker.part_captured()
         now = time.perf_counter()
         loop_s, self._stepped_at = now - self._stepped_at, now
         self._exchange.report(
@@ -154,20 +170,6 @@ class Learner:
         )
         worker.wake()
         self._meter.add(inside_s=time.perf_counter() - began, loop_s=loop_s)
-
-    def _write(self, updates: list[Update]) -> None:
-        layout = self._layout()
-        for update in updates:
-            self._parameters.write_fragment(layout.fragments[update.fragment], update.vector)
-            self._exchange.applied(update)
-
-    def _copy_due(self) -> None:
-        layout = self._layout()
-        captures = self._exchange.to_copy()
-        for capture in captures:
-            fragment = layout.fragments[capture.stamp.fragment]
-            self._parameters.read_fragment(fragment, capture.vector)
-        self._exchange.copied(captures)
 
     # -- what a loop wants to know ---------------------------------------------------------
 
@@ -229,15 +231,7 @@ class Learner:
         Between two steps only. A flat dict of tensors on the CPU, fit for safetensors.
         """
         self._granted()
-        core, bases = self._exchange.core, self._exchange.bases
-        versions = core.versions
-        saved = SavedState(
-            fingerprint=self._layout().fingerprint,
-            local_step=core.local_step,
-            counters=core.counters,
-            published={p: (versions[p], bases[p]) for p in versions},
-        )
-        return saved.to_dict()
+        return self._boundary.saved_state().to_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Goes on from a saved state; before entering, with the model restored to the same moment.
@@ -271,12 +265,13 @@ class Learner:
         self._running()
         total = self.settings.total_global_steps
         give_up = time.monotonic() + (timeout_s if self._task is None else 0.0)
-        self._write(self._exchange.take_updates())
+        self._boundary.write(self._exchange.take_updates())
         while self.finished and self.global_step < total and time.monotonic() < give_up:
             time.sleep(_POLL_S)
-            self._write(self._exchange.take_updates())
+            self._boundary.write(self._exchange.take_updates())
+        layout = self._layout()
         for fragment, base in self._exchange.bases.items():
-            self._parameters.write_fragment(self._layout().fragments[fragment], base)
+            self._parameters.write_fragment(layout.fragments[fragment], base)
         return self.global_step
 
     # -- entering and leaving --------------------------------------------------------------
@@ -361,8 +356,15 @@ class Learner:
         return self._worker
 
     def _begin(self) -> None:
-        self._write(self._exchange.take_updates())
+        self._boundary.write(self._exchange.take_updates())
+        if self._saved is not None and self._saved.cut is not None and self._worker is not None:
+            self._boundary.finish(self._saved.cut)
+            self._worker.wake()
         self._stepped_at = time.perf_counter()
+
+    def _capture(self) -> Callable[[], TrainingState] | None:
+        training_state = self._training_state
+        return None if training_state is None else lambda: training_state(self)
 
     def _not_joined(self) -> DilocoError:
         connection = self._exchange.connection

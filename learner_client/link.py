@@ -46,4 +46,5 @@ class Link:
             term=core.term,
             own_step=core.local_step,
             known_global_steps=core.known_global_steps,
+            snapshot=self.exchange.snapshots.recorded,
         )

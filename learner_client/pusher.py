@@ -170,6 +170,7 @@ class Pusher:
                     raise
                 failure, offset = error, _resume_at(error, len(payload))
             else:
+                self._link.exchange.snapshots.heard(response.clock)
                 if response.outcome != synchronizer_pb2.PUSH_OUTCOME_RESUME:
                     self._link.exchange.tally.bytes_up += len(payload)
                     return response

@@ -76,6 +76,7 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
+        self._captured = asyncio.Event()
         self._stop_reason = ""
         self._declines: deque[synchronizer_pb2.PullDeclined] = deque(maxlen=_MAX_DECLINES)
         self._seeded: Incarnation | None = None
@@ -94,6 +95,10 @@ class Worker:
     def wake(self) -> None:
         """There is something to report. Waits for nothing."""
         self._call_soon(self._wake.set)
+
+    def part_captured(self) -> None:
+        """There is a part of a snapshot to write. Waits for nothing."""
+        self._call_soon(self._captured.set)
 
     def stop(self, reason: str) -> None:
         """Asks the background work to say goodbye and end. Waits for nothing."""
@@ -137,13 +142,24 @@ class Worker:
         )
         work = self._loop.create_task(self._serve(link))
         stop = self._loop.create_task(self._stop.wait())
+        parts = self._loop.create_task(self._write_parts())
         try:
             await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel(work, stop)
+            await _cancel(work, stop, parts)
             await self._leave(link)
             await link.transport.aclose()
             self._exchange.ended()
+
+    async def _write_parts(self) -> None:
+        """Writes this learner's parts of snapshots as they are captured."""
+        while True:
+            await self._captured.wait()
+            self._captured.clear()
+            await self._runtime.offload(self._write_part)
+
+    def _write_part(self) -> None:
+        self._exchange.snapshots.write(self._identity.learner_id)
 
     async def _serve(self, link: Link) -> None:
         """Connects again and again; ends where the learner is fenced, refused or finished.
@@ -270,6 +286,10 @@ class Worker:
             self._exchange.happened(Event.DRAIN, "drain", response.drain.reason)
         elif kind == "stop":
             self._exchange.happened(Event.STOP, "complete", response.stop.reason)
+        elif kind == "snapshot":
+            self._exchange.snapshots.noticed(
+                grant.term, response.snapshot.global_step, over=response.snapshot.over
+            )
         elif kind == "not_leading":
             self._search.heard(response.not_leading.claim, response.not_leading.addresses)
             raise DilocoError(
