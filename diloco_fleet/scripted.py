@@ -13,6 +13,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -23,13 +24,16 @@ from diloco_fleet.scripted_data import (
     Action,
     Advance,
     FleetResult,
+    GoBack,
     Join,
     Kill,
     LearnerResult,
     Leave,
+    Resume,
     StartSynchronizer,
     Step,
     StopSynchronizer,
+    TakeSnapshot,
     collect,
 )
 from diloco_fleet.scripted_world import (
@@ -41,7 +45,12 @@ from diloco_fleet.scripted_world import (
     virtual_loop,
 )
 from learner_client import Change, Learner, Runtime
+from learner_client.inner_state import OptimizerState
+from learner_client.snapshots import SnapshotDirectory
 from learner_client.train.model import ModelConfig, Transformer, build_model, token_loss
+from learner_client.training_state import SavedLearner, TrainingState, load_training_state
+from synchronizer_server.core import events as ev
+from synchronizer_server.going_back import LATEST, choose, go_back
 
 _DRAIN_S: Final = 10.0
 _COME_BACK_S: Final = 60
@@ -67,6 +76,7 @@ class FleetSpec:
         model: shape of the model.
         batch_sizes: sequences per inner step of each learner, in turn.
         learning_rate: of the inner AdamW.
+        snapshots: directory of the learners' parts of snapshots; without it they take no part.
     """
 
     seed: int = 0
@@ -76,6 +86,7 @@ class FleetSpec:
     model: ModelConfig = SMALL_MODEL
     batch_sizes: tuple[int, ...] = (4,)
     learning_rate: float = 3e-3
+    snapshots: Path | None = None
 
 
 def token_batch(spec: FleetSpec, shard: int, local_step: int) -> torch.Tensor:
@@ -114,6 +125,7 @@ class ScriptedLearner:
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), fused=True
         )
+        self._inner = OptimizerState(self.model, self._optimizer)
         self.learner = Learner(
             self.model,
             learner_id=self.learner_id,
@@ -126,15 +138,23 @@ class ScriptedLearner:
                 rng=random.Random(f"learner {spec.seed} {index} {life}"),
                 has_threads=False,
             ),
+            snapshots=SnapshotDirectory(spec.snapshots) if spec.snapshots is not None else None,
+            training_state=self._capture if spec.snapshots is not None else None,
         )
+
+    def _capture(self, learner: SavedLearner) -> TrainingState:
+        return TrainingState.capture(self.model, self._inner, learner, {})
 
     def _changed(self, change: Change) -> None:
         mode = "online" if change.online else "offline"
         now = virtual_loop().time()
         self.changes.append(f"{now!r} {change.state} {mode} {change.reason}".rstrip())
 
-    async def join(self) -> None:
-        """Joins and gets the published parameters."""
+    async def join(self, part: Path | None = None) -> None:
+        """Joins and gets the published parameters; goes on from a part of a snapshot, if given."""
+        if part is not None:
+            state = load_training_state(part)
+            state.restore(self.model, self._inner, self.learner)
         await self._stack.enter_async_context(self.learner)
 
     def step(self) -> None:
@@ -206,6 +226,14 @@ class ScriptedFleet:
                 await self._stop(drain=action.drain)
             case StartSynchronizer():
                 await self._start()
+            case TakeSnapshot():
+                self._running().engine.handle(ev.SnapshotWanted())
+            case GoBack():
+                if self._address.life is not None:
+                    raise _impossible("the synchronizer runs; stop it first")
+                go_back(self.store, LATEST)
+            case Resume():
+                await self._join(action.learner, self._part(action.learner))
         await virtual_loop().settle()
         life = self._address.life
         if life is not None and life.engine.failure is not None:
@@ -274,14 +302,20 @@ class ScriptedFleet:
             raise _impossible(f"learner {index} is not there; let it join first")
         return self.learners[index]
 
-    async def _join(self, index: int) -> None:
+    def _part(self, index: int) -> Path:
+        if self.spec.snapshots is None:
+            raise _impossible("the fleet has no directory for snapshots")
+        name = choose(self.store.snapshots(), LATEST).name
+        return SnapshotDirectory(self.spec.snapshots).part(name, f"learner-{index}")
+
+    async def _join(self, index: int, part: Path | None = None) -> None:
         self._running()
         if index in self.learners:
             raise _impossible(f"learner {index} is there already; kill it first")
         life = self._num_lives[index] = self._num_lives.get(index, 0) + 1
         scripted = ScriptedLearner(self.spec, index, life, self._address)
         self._lines.append(scripted.line)
-        await scripted.join()
+        await scripted.join(part)
         self.learners[index] = scripted
 
     async def _end(self, index: int, *, silently: bool) -> None:

@@ -1,0 +1,94 @@
+"""Going back to a snapshot: a new term begins on its cut; what was newer is given up, and told."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.snapshots import SnapshotName
+from synchronizer_server.store.base import RoundStore
+from synchronizer_server.store.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WentBack:
+    """What became of it.
+
+    Attributes:
+        manifest: the snapshot.
+        term: the new term.
+        num_given_up: newer rounds that are not on the lineage any more; None where what was newer
+            is damaged.
+    """
+
+    manifest: Manifest
+    term: int
+    num_given_up: int | None
+
+
+def choose(manifests: Sequence[Manifest], choice: str) -> Manifest:
+    """Returns the snapshot that is meant.
+
+    Args:
+        manifests: the complete ones, oldest first.
+        choice: ``latest``, a name (``TERM.STEP``), or a global step, then of its newest term.
+
+    Raises:
+        DilocoError: SNAPSHOT_NOT_FOUND; UsageError CONFIG_INVALID for what cannot be a name.
+    """
+    if choice == LATEST:
+        found = list(manifests)
+    elif choice.isascii() and choice.isdecimal():
+        found = [m for m in manifests if m.name.global_step == int(choice)]
+    else:
+        name = SnapshotName.parse(choice)
+        found = [m for m in manifests if m.name == name]
+    if not found:
+        there = ", ".join(str(m.name) for m in manifests) or "none"
+        raise UsageError(
+            Reason.SNAPSHOT_NOT_FOUND,
+            f"there is no complete snapshot {choice}; there are: {there}",
+            snapshot=choice,
+        )
+    return found[-1]
+
+
+def go_back(store: RoundStore, choice: str) -> WentBack:
+    """Makes a snapshot the state of the run; the next start of a synchronizer goes on from it.
+
+    Args:
+        store: the store of the run; no synchronizer runs on it.
+        choice: see ``choose``.
+
+    Raises:
+        DilocoError: as ``choose`` and as the store says it; nothing has changed then.
+    """
+    manifest = choose(store.snapshots(), choice)
+    try:
+        loaded = store.load()
+    except DilocoError as error:
+        logger.warning("what is newer than snapshot %s is damaged: %s", manifest.name, error)
+        loaded = None
+    record, _ = store.go_back(manifest.name)
+    term = 1 + store.highest_term()
+    store.begin_term(
+        term,
+        dataclasses.replace(record, term=term, fragment=None, contributions=(), dropped=()),
+    )
+    given_up = None if loaded is None else max(loaded[0].global_step - record.global_step, 0)
+    rounds = "newer rounds, which are damaged," if given_up is None else f"{given_up} newer rounds"
+    logger.warning(
+        "back to snapshot %s as term %d; %s are given up, and stay in the directories of their "
+        "terms until those are outdated",
+        manifest.name,
+        term,
+        rounds,
+    )
+    return WentBack(manifest=manifest, term=term, num_given_up=given_up)
