@@ -15,6 +15,7 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "run": "Train a model with a whole fleet on this machine.",
         "status": "Show what a running fleet does now.",
+        "snapshot": "Take a consistent snapshot of a running fleet, or list those of a run.",
         "generate": "Sample text from the model of a run.",
         "report": "Compute the report of the run directory RUN again from its metrics.",
         "version": "Print the versions of diloco and of what it builds on.",

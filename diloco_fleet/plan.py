@@ -92,6 +92,7 @@ class _Planner:
             name,
             "synchronizer_server.cli",
             *("serve", "--address", address, "--store", str(self.files.store_of(index))),
+            *("--snapshots", str(self.files.snapshots)),
             *("--journal", str(self.files.metrics_of(name))),
             *("--trainer-json-file", str(self.files.trainer)),
             *more,
@@ -105,6 +106,8 @@ class _Planner:
         for index, device in enumerate(devices):
             name = f"learner-{index}"
             arguments = ["train", *common, "--learner-id", name, "--device", device]
+            arguments += ["--snapshots", str(self.files.snapshots)]
+            arguments += ["--resume-from", str(self.files.resume_part(name))]
             arguments += ["--pace", repr(fleet.pace)] if fleet.pace else []
             arguments += ["--slow", repr(factors[index])] if index in factors else []
             specs.append(self.spec(name, "learner_client.cli", *arguments))

@@ -32,6 +32,18 @@ class WentBack:
     term: int
     num_given_up: int | None
 
+    def describe(self) -> str:
+        """What became of it, for people."""
+        rounds = (
+            "all newer rounds, which are damaged,"
+            if self.num_given_up is None
+            else (f"{self.num_given_up} newer rounds")
+        )
+        return (
+            f"back to snapshot {self.manifest.name}, as term {self.term}: {rounds} are given up; "
+            "they stay in the directories of their terms until those are outdated"
+        )
+
 
 def choose(manifests: Sequence[Manifest], choice: str) -> Manifest:
     """Returns the snapshot that is meant.
@@ -83,12 +95,4 @@ def go_back(store: RoundStore, choice: str) -> WentBack:
         dataclasses.replace(record, term=term, fragment=None, contributions=(), dropped=()),
     )
     given_up = None if loaded is None else max(loaded[0].global_step - record.global_step, 0)
-    rounds = "newer rounds, which are damaged," if given_up is None else f"{given_up} newer rounds"
-    logger.warning(
-        "back to snapshot %s as term %d; %s are given up, and stay in the directories of their "
-        "terms until those are outdated",
-        manifest.name,
-        term,
-        rounds,
-    )
     return WentBack(manifest=manifest, term=term, num_given_up=given_up)

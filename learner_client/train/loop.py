@@ -8,15 +8,18 @@ import math
 import os
 import threading
 import time
+from collections.abc import Mapping
 
 import torch
 
-from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, Reason, UsageError
+from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, DilocoError, Reason, UsageError
 from decoupled_diloco.journal import Journal
 from learner_client.core.connection import Change
 from learner_client.core.leadership import Move
+from learner_client.inner_state import OptimizerState
 from learner_client.learner import Learner
 from learner_client.settings import LearnerSettings
+from learner_client.snapshots import SnapshotDirectory
 from learner_client.train.applied import AppliedVersions
 from learner_client.train.data import ShardedBatches
 from learner_client.train.device import compute_precision, resolve_device
@@ -25,6 +28,7 @@ from learner_client.train.optimizer import build_optimizer, set_learning_rate
 from learner_client.train.schedule import learning_rate_at
 from learner_client.train.setup import Setup, load_setup
 from learner_client.train.stopping import StopRequest
+from learner_client.training_state import SavedLearner, TrainingState, load_training_state
 from learner_client.transport.calls import num_calls
 
 logger = logging.getLogger(__name__)
@@ -43,6 +47,15 @@ class ScheduleClock:
         self._limit = limit
         self._heard = -1
         self._steps = 0
+
+    def state(self) -> dict[str, int]:
+        """Where the clock stands, as whole numbers."""
+        return {"clock_heard": self._heard + 1, "clock_steps": self._steps}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Goes on where ``state`` was taken; where it is of another kind, it starts anew."""
+        self._heard = state.get("clock_heard", 0) - 1
+        self._steps = max(state.get("clock_steps", 0), 0)
 
     def read(self, global_step: int) -> float:
         """Returns the estimate for the inner step that begins; call once per inner step."""
@@ -73,6 +86,7 @@ class Trainer:
         self._device = resolve_device(settings.device)
         self._model: Transformer = setup.build_model().to(self._device)
         self._optimizer = build_optimizer(self._model, setup.trainer)
+        self._inner = OptimizerState(self._model, self._optimizer)
         run = setup.run
         self._clock = ScheduleClock(run.num_fragments / run.sync_interval, float(run.num_fragments))
         self._applied = AppliedVersions()
@@ -84,6 +98,7 @@ class Trainer:
         Raises:
             DilocoError: why it cannot take part (any more).
         """
+        folder = self._settings.snapshots
         learner = Learner(
             self._model,
             address=self._settings.address,
@@ -93,9 +108,15 @@ class Trainer:
             insecure=self._settings.insecure,
             on_change=self._changed,
             on_move=self._moved,
+            snapshots=SnapshotDirectory(folder) if folder is not None else None,
+            training_state=self._capture if folder is not None else None,
         )
+        is_resumed = self._resume(learner)
         with learner:
             before = num_calls(), num_calls(threading.get_ident())
+            if is_resumed and self._settings.resume_from is not None:
+                # It has served: a restart of this process goes on with the fleet as it is then.
+                self._settings.resume_from.unlink(missing_ok=True)
             self._metrics.write(
                 "joined",
                 incarnation=str(learner.incarnation),
@@ -119,6 +140,26 @@ class Trainer:
             overhead.share * 100,
         )
         return EXIT_OK if learner.finished else EXIT_DRAINED
+
+    def _capture(self, learner: SavedLearner) -> TrainingState:
+        return TrainingState.capture(self._model, self._inner, learner, self._clock.state())
+
+    def _resume(self, learner: Learner) -> bool:
+        """Goes on from a part of a snapshot; what cannot be used is told, and left alone."""
+        path = self._settings.resume_from
+        if path is None or not path.exists():
+            return False
+        try:
+            state = load_training_state(path)
+            state.restore(self._model, self._inner, learner)
+        except DilocoError as error:
+            logger.warning("starts like a new learner, without its part of a snapshot: %s", error)
+            self._metrics.write("not_resumed", reason=str(error.reason), detail=error.message)
+            return False
+        self._clock.restore(state.data)
+        logger.info("goes on from its part of a snapshot, %s", path)
+        self._metrics.write("resumed", part=str(path))
+        return True
 
     def _train(self, learner: Learner) -> None:
         trainer = self._setup.trainer

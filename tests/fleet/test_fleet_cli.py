@@ -31,8 +31,9 @@ SURFACE = {
         --merge --codec-up --codec-down --preset --batch-size --sequence-length --learning-rate
         --precision --seed --data --pace --slow-learner --restart --max-restarts --redis --standby
         --replication --device
-        --evaluate-every --port --name --run-dir --resume --log-format""",
+        --evaluate-every --port --name --run-dir --resume --snapshot --log-format""",
     "status": "--run-dir --address --json --watch --insecure",
+    "snapshot": "--wait --run-dir --address --insecure",
     "generate": "--run-dir --model --prompt --tokens --temperature --top-k --seed",
     "report": "",
     "version": "",
@@ -108,6 +109,7 @@ def test_every_option_says_what_it_does() -> None:
         (["--device", "cuda:99"], "DEVICE_UNAVAILABLE", ["cuda:99"]),
         (["--device", "abacus"], "CONFIG_INVALID", ["abacus"]),
         (["--resume"], "CONFIG_INVALID", ["--name or --run-dir"]),
+        (["--snapshot", "latest"], "CONFIG_CONFLICT", ["--resume"]),
         (["--resume", "--name", "gone"], "RUN_NOT_FOUND", ["runs/gone"]),
         (["--resume", "--name", "x", "--data", "y"], "CONFIG_CONFLICT", ["--data"]),
         (["--config", "none.toml"], "CONFIG_INVALID", ["none.toml"]),

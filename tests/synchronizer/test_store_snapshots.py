@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator
@@ -144,7 +145,7 @@ def test_an_incomplete_one_replaces_nothing_and_is_gone_after_a_restart(reopen: 
     pending = rounds(store, complete, 3)
     store.pin(name_of(pending))
     assert names(store) == [name_of(complete)]
-    with pytest.raises(DilocoError, match="there are: 1.3") as caught:
+    with pytest.raises(DilocoError, match=r"there are: 1\.3") as caught:
         store.go_back(name_of(pending))
     assert caught.value.reason is Reason.SNAPSHOT_NOT_FOUND
     begin(store := reopen())
@@ -339,11 +340,9 @@ def test_a_crash_while_going_back_leaves_the_newest_round_or_the_snapshot(
         newest = rounds(store, cut, 9)
         store.close()
         store = open_disk(path)
-        with failing(monkeypatch, operation, at, Crash(), after=False) as calls:
-            try:
-                go_back(store, name_of(cut))
-            except Crash:
-                pass
+        crash = failing(monkeypatch, operation, at, Crash(), after=False)
+        with contextlib.suppress(Crash), crash as calls:
+            go_back(store, name_of(cut))
         store.close()
         store = open_disk(path)
         loaded = store.load()

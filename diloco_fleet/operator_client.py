@@ -1,0 +1,192 @@
+"""Asks a running fleet for something on an operator's word."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+import grpc
+
+from decoupled_diloco.channel import (
+    channel_options,
+    error_from_rpc,
+    parse_address,
+    require_secure,
+)
+from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.v1 import admin_pb2, admin_pb2_grpc
+from diloco_fleet.run_files import RUNS_FOLDER, RunFiles, find_run, read_fleet
+
+_DEADLINE_S: Final = 5.0
+
+M = TypeVar("M")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def fleet_options(command: F) -> F:
+    """Adds the options that say which fleet is meant, as ``diloco status`` has them."""
+    options = (
+        click.option(
+            "--run-dir",
+            type=click.Path(path_type=Path),
+            help="run directory [default: the newest running fleet below runs/]",
+        ),
+        click.option("--address", help="host:port of a synchronizer, instead of a run directory"),
+        click.option("--insecure", is_flag=True, help="allow plaintext to another machine"),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def fleet_address(run_dir: Path | None, address: str | None) -> str:
+    """Returns the address of the synchronizer that is meant.
+
+    Raises:
+        UsageError: CONFIG_CONFLICT where both are given, RUN_NOT_FOUND where no fleet is found.
+    """
+    if run_dir is not None and address is not None:
+        raise UsageError(Reason.CONFIG_CONFLICT, "give --run-dir or --address, not both")
+    if address is not None:
+        return address
+    files = RunFiles(run_dir) if run_dir else find_run(RUNS_FOLDER, running=True)
+    return read_fleet(files.fleet).address
+
+
+class OperatorClient:
+    """The admin service of one synchronizer, for operators. Use as a context manager.
+
+    Args:
+        address: host:port.
+        insecure: True where plaintext to another machine was asked for.
+
+    Raises:
+        UsageError: CONFIG_INVALID for no address, CONFIG_CONFLICT for plaintext to elsewhere.
+    """
+
+    def __init__(self, address: str, *, insecure: bool = False) -> None:
+        self._address = parse_address(address)
+        require_secure(self._address, insecure=insecure)
+        self._channel = grpc.insecure_channel(
+            str(self._address), options=channel_options(self._address, "operator")
+        )
+        self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
+
+    def __enter__(self) -> OperatorClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+    def status(self) -> admin_pb2.GetStatusResponse:
+        """Returns the status.
+
+        Raises:
+            DilocoError: UNAVAILABLE.
+        """
+        return self._ask(self._stub.GetStatus, admin_pb2.GetStatusRequest())
+
+    def set_quorum(self, quorum: int) -> int:
+        """Sets the minimum quorum; returns the one in force.
+
+        Raises:
+            DilocoError: what the synchronizer says.
+        """
+        request = admin_pb2.SetQuorumRequest(request_id=uuid.uuid4().hex, quorum=quorum)
+        return int(self._ask(self._stub.SetQuorum, request).quorum)
+
+    def drain(self, learner_id: str, reason: str) -> None:
+        """Asks a learner to finish its step and leave.
+
+        Raises:
+            DilocoError: what the synchronizer says.
+        """
+        request = admin_pb2.DrainLearnerRequest(
+            request_id=uuid.uuid4().hex, learner_id=learner_id, reason=reason
+        )
+        self._ask(self._stub.DrainLearner, request)
+
+    def roll_back(
+        self, fragment: int, reason: str, *, timeout_s: float, say: Callable[[str], None]
+    ) -> admin_pb2.RollBackFragmentResponse:
+        """Puts a fragment back; returns once that is published.
+
+        Args:
+            fragment: the fragment.
+            reason: why, for the record.
+            timeout_s: longest wait for the round that does it.
+            say: takes a line about what is waited for.
+
+        Raises:
+            DilocoError: what the synchronizer says; UNAVAILABLE where the wait was too long: the
+                fragment is put back all the same once its round comes.
+        """
+        request = admin_pb2.RollBackFragmentRequest(
+            request_id=uuid.uuid4().hex, fragment=fragment, reason=reason
+        )
+        give_up_at = time.monotonic() + timeout_s
+        told = False
+        while True:
+            try:
+                return self._ask(self._stub.RollBackFragment, request)
+            except _NotYetError:
+                if time.monotonic() >= give_up_at:
+                    raise DilocoError(
+                        Reason.UNAVAILABLE,
+                        f"no round of fragment {fragment} was published within {timeout_s:g} s; "
+                        "it is put back with its next round all the same: see `diloco status`",
+                    ) from None
+                if not told:
+                    say(f"waiting for the next round of fragment {fragment}")
+                told = True
+
+    def take_snapshot(self, *, say: Callable[[str], None]) -> str:
+        """Takes a snapshot of the whole fleet; returns its name once it has begun.
+
+        Args:
+            say: takes a line about what is waited for.
+
+        Raises:
+            DilocoError: what the synchronizer says.
+        """
+        request = admin_pb2.TakeSnapshotRequest(request_id=uuid.uuid4().hex)
+        told = False
+        while True:
+            try:
+                return str(self._ask(self._stub.TakeSnapshot, request).snapshot_id)
+            except _NotYetError:
+                if not told:
+                    say("waiting for the next round, which becomes the cut; see `diloco status`")
+                told = True
+
+    def _ask(self, call: Callable[..., M], request: object) -> M:
+        try:
+            return call(request, timeout=_DEADLINE_S)
+        except grpc.RpcError as error:
+            # The errors of a channel are calls, too, which the types cannot say.
+            code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise _NotYetError(self._address) from error
+            told = error_from_rpc(error)  # type: ignore[arg-type]
+            if "status" not in told.details:
+                raise told from error
+            raise DilocoError(
+                Reason.UNAVAILABLE,
+                f"no synchronizer answers at {self._address} ({code.name}); check the address, and "
+                "that the fleet is running",
+                address=self._address,
+            ) from error
+
+
+class _NotYetError(DilocoError):
+    """The synchronizer is there and has not answered in time."""
+
+    def __init__(self, address: object) -> None:
+        super().__init__(
+            Reason.UNAVAILABLE,
+            f"the synchronizer at {address} does not answer within {_DEADLINE_S:g} s; try again",
+        )
