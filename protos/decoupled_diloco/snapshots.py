@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import urllib.parse
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from decoupled_diloco.errors import Reason, UsageError
 MANIFEST: Final = "manifest.json"
 """The file that makes a snapshot complete; written last."""
 
+_MAX_NAME: Final = 128
 _NAME: Final = re.compile(r"(\d{1,18})\.(\d{1,18})")
 
 
@@ -50,5 +52,8 @@ class SnapshotName:
 
 
 def part_name(learner_id: str) -> str:
-    """File name of a learner's part, whatever characters its id has."""
-    return urllib.parse.quote(learner_id, safe="") + ".safetensors"
+    """File name of a learner's part, whatever characters its id has, and however many."""
+    name = urllib.parse.quote(learner_id, safe="")
+    if len(name) > _MAX_NAME:
+        name = f"{name[:_MAX_NAME]}-{hashlib.sha256(learner_id.encode()).hexdigest()}"
+    return name + ".safetensors"

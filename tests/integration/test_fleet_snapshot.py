@@ -48,7 +48,7 @@ def test_a_fleet_killed_whole_goes_on_from_its_snapshot(tmp_path: Path) -> None:
     )
     try:
         root = str(fleet.files.root)
-        fleet.wait_until(lambda: fleet.global_step() >= 30, "thirty rounds")
+        fleet.wait_until(lambda: fleet.global_step() >= 20, "twenty rounds")
         assert_refused(
             diloco("run", "--resume", "--run-dir", root, "--snapshot", "latest"), "CONFIG_CONFLICT"
         )
@@ -61,7 +61,7 @@ def test_a_fleet_killed_whole_goes_on_from_its_snapshot(tmp_path: Path) -> None:
         assert diloco("snapshot", "list", "--run-dir", root).stdout == (
             f"{name}  learner-0, learner-1\n"
         )
-        fleet.wait_for_rounds(15)
+        fleet.wait_for_rounds(5)
         kill_everything(fleet)
         newest = fleet.global_step()
 
@@ -76,7 +76,7 @@ def test_a_fleet_killed_whole_goes_on_from_its_snapshot(tmp_path: Path) -> None:
             lambda: fleet.lines("synchronizer", "round")[-1]["term"] > name.term + 1,
             "rounds of the resumed fleet",
         )
-        fleet.wait_for_rounds(20)
+        fleet.wait_for_rounds(12)
         given_up = [line for line in fleet.text().splitlines() if "back to snapshot" in line]
         assert len(given_up) == 1
         assert f"{newest - name.global_step} newer rounds are given up" in given_up[0]
@@ -100,7 +100,7 @@ def test_a_fleet_killed_whole_goes_on_from_its_snapshot(tmp_path: Path) -> None:
 
         fleet.kill("learner-0")
         fleet.wait_until(lambda: len(fleet.lines("learner-0", "joined")) == 3, "its restart")
-        fleet.wait_for_rounds(5)
+        fleet.wait_for_rounds(2)
         assert len(fleet.lines("learner-0", "resumed")) == 1, "a part serves once"
     finally:
         fleet.close()
