@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 from diloco_fleet.run_files import RunFiles
 
@@ -34,8 +34,16 @@ def resume_from(files: RunFiles, run_id: str, choice: str, say: Callable[[str], 
     from synchronizer_server.going_back import go_back
     from synchronizer_server.store.disk import DiskStore
 
-    with closing(DiskStore(files.store, run_id, snapshots=files.snapshots)) as store:
-        back = go_back(store, choice)
+    with ExitStack() as stack:
+        # A standby's store goes back, too: both must agree before either leads.
+        stores = [
+            stack.enter_context(closing(DiskStore(path, run_id, snapshots=files.snapshots)))
+            for path in (files.store_of(0), files.store_of(1))
+            if path.exists()
+        ]
+        term = 1 + max(store.highest_term() for store in stores)
+        backs = [go_back(store, choice, term=term) for store in stores if store.read_run()]
+    back = max(backs, key=lambda back: back.num_given_up or 0)
     say(back.describe())
     parts = SnapshotDirectory(files.snapshots)
     for learner_id in sorted(back.manifest.participants):

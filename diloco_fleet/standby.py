@@ -91,7 +91,7 @@ def write_standby(files: RunFiles, redis: RedisPlan) -> None:
     Raises:
         DilocoError: DISK_FULL or STORAGE_FAILED.
     """
-    from learner_client.train.files import storage_errors
+    from learner_client.files import storage_errors
 
     with storage_errors(files.root, "writing"):
         if not files.key.exists():

@@ -6,17 +6,20 @@ do the learner's clocks show the cut, which is what the synchronizer waits for.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from pathlib import Path
 from typing import Final
 
 from decoupled_diloco.errors import DilocoError, UsageError
+from decoupled_diloco.fault_points import FaultPoint, reach
 from decoupled_diloco.snapshots import SnapshotName, part_name
 from decoupled_diloco.v1 import types_pb2
 from decoupled_diloco.versions import Version
 from learner_client.core.snapshots import SnapshotMarks
 from learner_client.files import fsync_path, storage_errors
+from learner_client.runtime import Runtime
 from learner_client.training_state import TrainingState, save_training_state
 
 _LOG: Final = logging.getLogger("learner_client")
@@ -49,6 +52,7 @@ class SnapshotDirectory:
         path = self.part(name, learner_id)
         with storage_errors(path, "writing"):
             path.parent.mkdir(parents=True, exist_ok=True)
+            reach(FaultPoint.MID_SNAPSHOT)
             save_training_state(path, state)
             for directory in (self._path, self._path.parent):
                 fsync_path(directory)
@@ -156,3 +160,20 @@ class PartExchange:
         with self._lock:
             self._marks.written(name.term, name.global_step)
         _LOG.info("%s: its part of snapshot %s is written", learner_id, name)
+
+
+async def write_parts(
+    parts: PartExchange, learner_id: str, captured: asyncio.Event, runtime: Runtime
+) -> None:
+    """Writes a learner's parts as they are captured; runs until cancelled.
+
+    Args:
+        parts: shared with the training thread.
+        learner_id: whose they are.
+        captured: set where there is something to write.
+        runtime: where the disk does not hold up the event loop.
+    """
+    while True:
+        await captured.wait()
+        captured.clear()
+        await runtime.offload(lambda: parts.write(learner_id))

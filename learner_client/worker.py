@@ -33,6 +33,7 @@ from learner_client.link import Identity, Link
 from learner_client.parameters import Parameters
 from learner_client.pusher import Pusher
 from learner_client.runtime import Runtime
+from learner_client.snapshots import write_parts
 from learner_client.watcher import Watcher
 
 _LOG = logging.getLogger("learner_client")
@@ -142,7 +143,11 @@ class Worker:
         )
         work = self._loop.create_task(self._serve(link))
         stop = self._loop.create_task(self._stop.wait())
-        parts = self._loop.create_task(self._write_parts())
+        parts = self._loop.create_task(
+            write_parts(
+                link.exchange.snapshots, self._identity.learner_id, self._captured, link.runtime
+            )
+        )
         try:
             await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -150,16 +155,6 @@ class Worker:
             await self._leave(link)
             await link.transport.aclose()
             self._exchange.ended()
-
-    async def _write_parts(self) -> None:
-        """Writes this learner's parts of snapshots as they are captured."""
-        while True:
-            await self._captured.wait()
-            self._captured.clear()
-            await self._runtime.offload(self._write_part)
-
-    def _write_part(self) -> None:
-        self._exchange.snapshots.write(self._identity.learner_id)
 
     async def _serve(self, link: Link) -> None:
         """Connects again and again; ends where the learner is fenced, refused or finished.

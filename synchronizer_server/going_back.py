@@ -72,12 +72,16 @@ def choose(manifests: Sequence[Manifest], choice: str) -> Manifest:
     return found[-1]
 
 
-def go_back(store: RoundStore, choice: str) -> WentBack:
+def go_back(store: RoundStore, choice: str, *, term: int = 0) -> WentBack:
     """Makes a snapshot the state of the run; the next start of a synchronizer goes on from it.
 
+    Where a run has several stores, all of them go back, under one term, or the one that did not
+    could lead on with what is given up.
+
     Args:
-        store: the store of the run; no synchronizer runs on it.
+        store: a store of the run; no synchronizer runs on it.
         choice: see ``choose``.
+        term: the new term at least.
 
     Raises:
         DilocoError: as ``choose`` and as the store says it; nothing has changed then.
@@ -89,7 +93,7 @@ def go_back(store: RoundStore, choice: str) -> WentBack:
         logger.warning("what is newer than snapshot %s is damaged: %s", manifest.name, error)
         loaded = None
     record, _ = store.go_back(manifest.name)
-    term = 1 + store.highest_term()
+    term = max(term, 1 + store.highest_term())
     store.begin_term(
         term,
         dataclasses.replace(record, term=term, fragment=None, contributions=(), dropped=()),

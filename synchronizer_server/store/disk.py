@@ -61,6 +61,7 @@ from synchronizer_server.store.files import (
     WriterLock,
     make_directory,
     storage_errors,
+    sync_all,
     sync_path,
     write_atomic,
 )
@@ -332,7 +333,7 @@ class DiskStore:
     def _force(self, paths: set[Path]) -> None:
         """Forces out those of the files that were left to the kernel."""
         due = paths & self._unsynced
-        _sync_all(due)
+        sync_all(due)
         self._unsynced -= due
 
     def _discard(self, paths: list[Path]) -> None:
@@ -395,11 +396,3 @@ class DiskStore:
     def _fragment_paths(self, envelope: Envelope) -> set[Path]:
         refs = enumerate(envelope.files)
         return {self._paths.fragment(p, ref.term, ref.global_step) for p, ref in refs}
-
-
-def _sync_all(paths: set[Path]) -> None:
-    """Forces files, then the directories that name them, to the disk."""
-    for path in sorted(paths):
-        sync_path(path)
-    for directory in sorted({path.parent for path in paths}):
-        sync_path(directory)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.fault_points import FaultPoint, reach
 from decoupled_diloco.snapshots import MANIFEST, SnapshotName
 from synchronizer_server.merge.fragment_state import FragmentState
 from synchronizer_server.store.base import snapshot_missing
@@ -68,6 +69,7 @@ class DiskSnapshots:
         make_directory(directory)
         for source, target in self._files(directory, envelope):
             _link(source, target)
+            reach(FaultPoint.MID_SNAPSHOT)
         sync_path(directory)
 
     def keep(self, manifest: Manifest, keep: int) -> None:
