@@ -122,7 +122,7 @@ class FleetSettings:
         return factors
 
 
-_NEVER_CHOSEN: Final = frozenset({"trainer.num_shards", "trainer.corpus_hash"})
+_NEVER_CHOSEN: Final = frozenset({"trainer.num_shards", "trainer.corpus_hash", "run.data_length"})
 """Settings that the file of a run holds and that follow from other ones."""
 
 SECTIONS: Final[Mapping[str, type[Any]]] = MappingProxyType(
@@ -155,10 +155,17 @@ class Resolved:
         """Returns a TOML file from which the same settings load again."""
         return "\n".join(part.to_toml() for part in (self.run, self.trainer, self.fleet))
 
-    def with_corpus(self, corpus_hash: str) -> Resolved:
-        """Returns the settings with the hash of the run's corpus."""
-        value = dataclasses.replace(self.trainer.value, corpus_hash=corpus_hash)
-        return dataclasses.replace(self, trainer=dataclasses.replace(self.trainer, value=value))
+    def with_corpus(self, corpus_hash: str, num_windows: int) -> Resolved:
+        """Returns the settings with the hash of the run's corpus and, leased, its length."""
+        trainer = dataclasses.replace(self.trainer.value, corpus_hash=corpus_hash)
+        run = self.run.value
+        if run.data_mode == "leases":
+            run = dataclasses.replace(run, data_length=num_windows)
+        return dataclasses.replace(
+            self,
+            run=dataclasses.replace(self.run, value=run),
+            trainer=dataclasses.replace(self.trainer, value=trainer),
+        )
 
 
 def resolve(

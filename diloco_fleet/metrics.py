@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from diloco_fleet.data_ledger import RoundData, read_round_data
+
 SYNCHRONIZER: Final = "synchronizer"
 """The only synchronizer of a fleet; with a standby, a dash and a number follow."""
 
@@ -87,6 +89,7 @@ class Round:
         term: term in which it was committed; 0 where that was not written down.
         digest: digest of the published copy that it made, hex; empty where not written down.
         synchronizer: name of the process that committed it.
+        data: leased data; None where shards are fixed.
     """
 
     time: float
@@ -101,6 +104,7 @@ class Round:
     term: int = 0
     digest: str = ""
     synchronizer: str = SYNCHRONIZER
+    data: RoundData | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,6 +318,7 @@ def _round(values: dict[str, Any], process: str) -> Round:
         term=int(values.get("term", 0)),
         digest=str(values.get("digest", "")),
         synchronizer=process,
+        data=read_round_data(values["data"]) if "data" in values else None,
     )
 
 

@@ -12,6 +12,7 @@ from diloco_fleet.fleet_settings import Resolved
 from diloco_fleet.run_files import RunFiles
 from learner_client.files import storage_errors
 from learner_client.train.corpus import open_corpus, write_corpus
+from learner_client.train.data import num_windows
 from learner_client.train.tokenizer import build_tokenizer
 
 
@@ -55,8 +56,8 @@ def existing_run(root: Path) -> RunFiles:
     return files
 
 
-def write_run(files: RunFiles, resolved: Resolved) -> Resolved:
-    """Writes the corpus, where there is none yet, and the settings; returns them with its hash.
+def with_corpus(files: RunFiles, resolved: Resolved) -> Resolved:
+    """Writes the corpus, where there is none yet; returns the settings with what follows from it.
 
     Raises:
         UsageError: DATA_MISSING, DATA_EMPTY, DATA_BINARY, DATA_MISMATCH, CONFIG_INVALID.
@@ -64,18 +65,25 @@ def write_run(files: RunFiles, resolved: Resolved) -> Resolved:
     """
     trainer = resolved.trainer.value
     if files.data.exists():
-        corpus_hash = open_corpus(files.data, trainer.corpus_hash).info.hash
+        info = open_corpus(files.data, trainer.corpus_hash).info
     else:
-        corpus_hash = write_corpus(
+        info = write_corpus(
             resolved.fleet.value.data,
             files.data,
             build_tokenizer(trainer.tokenizer),
             sequence_length=trainer.sequence_length,
-        ).hash
-    resolved = resolved.with_corpus(corpus_hash)
+        )
+    return resolved.with_corpus(info.hash, num_windows(info.num_tokens, trainer.sequence_length))
+
+
+def write_run(files: RunFiles, resolved: Resolved) -> None:
+    """Writes the settings and creates the folders of a run.
+
+    Raises:
+        DilocoError: DISK_FULL or STORAGE_FAILED.
+    """
     with storage_errors(files.root, "writing"):
         for folder in (files.logs, files.metrics, files.store):
             folder.mkdir(exist_ok=True)
         files.config.write_text(resolved.to_toml(), encoding="utf-8")
         files.trainer.write_text(resolved.trainer.value.to_json() + "\n", encoding="utf-8")
-    return resolved

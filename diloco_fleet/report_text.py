@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+from diloco_fleet.data_ledger import DataLedger
 from diloco_fleet.goodput import GAP_FACTOR
 from diloco_fleet.report import Report
 from diloco_fleet.run_files import RunFiles
@@ -36,6 +37,10 @@ _DEFINITIONS: Final = f"""\
   fragments. Bytes down count every watcher, the evaluator too.
 - **step overhead**: time inside `learner.step` beyond the user's own step, over all inner steps;
   its share is of the whole loop.
+- **tokens merged**: tokens of the contributions, over the number of fragments.
+- **data** (where it is leased): a sample is merged once it is in every fragment; open samples were
+  on lease, or waited for a new holder, when the run ended. Samples that a learner gave back, since
+  it died or left, are trained by another one; at most these were trained by two.
 - **restarts**: processes that the supervisor started again.
 """
 
@@ -100,6 +105,7 @@ def _figures(report: Report) -> list[tuple[str, str]]:
         ("evaluation loss before", _number(report.evaluation_loss_before, "nats per token")),
         ("evaluation loss after", _number(report.evaluation_loss_after, "nats per token")),
         ("tokens", f"{report.tokens:,}"),
+        ("tokens merged", f"{report.tokens_merged:,}"),
         ("tokens per second", _number(report.tokens_per_second)),
         ("rounds", f"{report.rounds:,}"),
         ("rounds lost", f"{report.rounds_lost:,}"),
@@ -118,7 +124,17 @@ def _figures(report: Report) -> list[tuple[str, str]]:
             else f"median {overhead.median_s * 1e3:.2f} ms, p99 {overhead.p99_s * 1e3:.2f} ms, "
             f"{overhead.share:.2%} of the loop",
         ),
+        *([] if report.data is None else [("data", _ledger(report.data))]),
     ]
+
+
+def _ledger(data: DataLedger) -> str:
+    passes = "" if data.passes is None else f" ({data.passes:.2f} passes)"
+    lost = f", {data.unlisted:,} of them in rounds without a line" if data.unlisted else ""
+    return (
+        f"{data.leased:,} samples leased{passes}: {data.merged:,} merged{lost}, {data.open:,} "
+        f"open; {data.twice:,} merged twice, {data.skipped:,} skipped; {data.returned:,} given back"
+    )
 
 
 def _number(value: float | None, unit: str = "") -> str:

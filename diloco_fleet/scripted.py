@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -64,6 +64,7 @@ SMALL_MODEL: Final = ModelConfig(
     intermediate_size=32,
 )
 """About 6000 parameters: an inner step takes milliseconds."""
+_SETTINGS: Final = RunSettings(num_fragments=6, sync_interval=6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +81,7 @@ class FleetSpec:
     """
 
     seed: int = 0
-    settings: RunSettings = field(
-        default_factory=lambda: RunSettings(num_fragments=6, sync_interval=6)
-    )
+    settings: RunSettings = _SETTINGS
     model: ModelConfig = SMALL_MODEL
     batch_sizes: tuple[int, ...] = (4,)
     learning_rate: float = 3e-3
@@ -95,13 +94,22 @@ def token_batch(spec: FleetSpec, shard: int, local_step: int) -> torch.Tensor:
     Depends on seed, shard and local step alone, so that a learner that comes back goes on with
     its data where it was.
     """
-    size, length = spec.batch_sizes[shard % len(spec.batch_sizes)], spec.model.sequence_length
-    key = random.Random(f"batch {spec.seed} {shard} {local_step}").getrandbits(60)
-    generator = torch.Generator().manual_seed(key)
-    vocab_size = spec.model.vocab_size
+    size = spec.batch_sizes[shard % len(spec.batch_sizes)]
+    return _walk(spec, f"batch {spec.seed} {shard} {local_step}", size)
+
+
+def _walk(spec: FleetSpec, name: str, size: int) -> torch.Tensor:
+    length, vocab_size = spec.model.sequence_length, spec.model.vocab_size
+    generator = torch.Generator().manual_seed(random.Random(name).getrandbits(60))
     start = torch.randint(vocab_size, (size, 1), generator=generator)
     strides = torch.randint(1, 3, (size, length), generator=generator)
     return torch.cat((start, start + strides.cumsum(1)), dim=1) % vocab_size
+
+
+def leased_batch(spec: FleetSpec, samples: Iterable[tuple[int, int]]) -> torch.Tensor:
+    """The batch of leased samples: int64 ``[B, T + 1]``; one sample is the same in every epoch."""
+    rows = [_walk(spec, f"sample {spec.seed} {index}", 1) for _, index in samples]
+    return torch.cat(rows)
 
 
 class ScriptedLearner:
@@ -112,6 +120,9 @@ class ScriptedLearner:
         index: index of the learner, and part of its id.
         life: which of the processes of this learner it is, from 1.
         address: where the synchronizer is.
+
+    Attributes:
+        samples: leased samples as (epoch, index), by the local step that trained on them.
     """
 
     def __init__(self, spec: FleetSpec, index: int, life: int, address: Address) -> None:
@@ -121,6 +132,7 @@ class ScriptedLearner:
         self.line = Line(address)
         self.losses: list[float] = []
         self.changes: list[str] = []
+        self.samples: list[tuple[int, list[tuple[int, int]]]] = []
         self.model: Transformer = build_model(spec.model, seed=spec.seed + index)
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), fused=True
@@ -138,8 +150,8 @@ class ScriptedLearner:
                 rng=random.Random(f"learner {spec.seed} {index} {life}"),
                 has_threads=False,
             ),
-            snapshots=SnapshotDirectory(spec.snapshots) if spec.snapshots is not None else None,
-            training_state=self._capture if spec.snapshots is not None else None,
+            snapshots=SnapshotDirectory(spec.snapshots) if spec.snapshots else None,
+            training_state=self._capture if spec.snapshots else None,
         )
 
     def _capture(self, learner: SavedLearner) -> TrainingState:
@@ -153,19 +165,31 @@ class ScriptedLearner:
     async def join(self, part: Path | None = None) -> None:
         """Joins and gets the published parameters; goes on from a part of a snapshot, if given."""
         if part is not None:
-            state = load_training_state(part)
-            state.restore(self.model, self._inner, self.learner)
+            load_training_state(part).restore(self.model, self._inner, self.learner)
         await self._stack.enter_async_context(self.learner)
 
     def step(self) -> None:
-        """One inner step, and its boundary."""
-        batch = token_batch(self._spec, self.learner.shard, self.learner.local_step)
+        """One inner step, and its boundary; none where leased data has not come."""
+        batch = self._next_batch()
+        if batch is None:
+            return
         loss = token_loss(self.model, batch[:, :-1], batch[:, 1:])
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self.losses.append(loss.item())
         self.learner.step(num_tokens=batch[:, 1:].numel(), loss=self.losses[-1])
+
+    def _next_batch(self) -> torch.Tensor | None:
+        spec, learner = self._spec, self.learner
+        if spec.settings.data_mode == "shards":
+            return token_batch(spec, learner.shard, learner.local_step)
+        size = spec.batch_sizes[learner.shard % len(spec.batch_sizes)]
+        samples = learner.data.take(size, shuffle_seed=spec.seed)
+        if samples is None:
+            return None
+        self.samples.append((learner.local_step + 1, samples))
+        return leased_batch(spec, samples)
 
     async def leave(self) -> None:
         """Says goodbye."""
@@ -229,8 +253,6 @@ class ScriptedFleet:
             case TakeSnapshot():
                 self._running().engine.handle(ev.SnapshotWanted())
             case GoBack():
-                if self._address.life is not None:
-                    raise _impossible("the synchronizer runs; stop it first")
                 go_back(self.store, LATEST)
             case Resume():
                 await self._join(action.learner, self._part(action.learner))
@@ -303,10 +325,12 @@ class ScriptedFleet:
         return self.learners[index]
 
     def _part(self, index: int) -> Path:
-        if self.spec.snapshots is None:
-            raise _impossible("the fleet has no directory for snapshots")
-        name = choose(self.store.snapshots(), LATEST).name
-        return SnapshotDirectory(self.spec.snapshots).part(name, f"learner-{index}")
+        assert self.spec.snapshots is not None, "there is a directory for snapshots"
+        parts, newest = (
+            SnapshotDirectory(self.spec.snapshots),
+            choose(self.store.snapshots(), LATEST),
+        )
+        return parts.part(newest.name, f"learner-{index}")
 
     async def _join(self, index: int, part: Path | None = None) -> None:
         self._running()

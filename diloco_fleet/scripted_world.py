@@ -255,6 +255,10 @@ class Line:
         """See ``Transport``."""
         return self._open().watch(request)
 
+    async def lease_data(self, request: pb.LeaseDataRequest) -> pb.LeaseDataResponse:
+        """See ``Transport``."""
+        return await self._open().lease_data(request)
+
     async def leave(self, request: pb.LeaveRequest) -> pb.LeaveResponse:
         """See ``Transport``."""
         return await self._open().leave(request)

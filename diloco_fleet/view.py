@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decoupled_diloco.v1 import admin_pb2
+from diloco_fleet.data_view import data_lines
 from diloco_fleet.metrics import Evaluation
 from diloco_fleet.status import Seen, who_leads
 
@@ -194,7 +195,8 @@ def _learners(
         if learner is None:
             table.add_row(name, Text(state or "starting", style="dim"))
             continue
-        shown = learner.state if state in ("", "running", "done") else f"{learner.state}, {state}"
+        seen = "quarantine" if learner.quarantine else learner.state
+        shown = seen if state in ("", "running", "done") else f"{seen}, {state}"
         table.add_row(
             name,
             Text(shown, style=_STATE_STYLES.get(learner.state, "")),
@@ -232,9 +234,13 @@ def _round_lines(status: admin_pb2.GetStatusResponse) -> list[str]:
             f"round {entry.global_step} of fragment {entry.fragment}: {entry.state}, "
             f"{len(entry.accepted)} of {asked} in{grace}"
         )
+    lines += data_lines(status)
     reasons = [f"{x.learner_id} {x.last_reason}" for x in status.learners if x.last_reason]
     if reasons:
         lines.append(f"last pushes not merged: {', '.join(reasons)}")
+    lines += [
+        f"{x.learner_id} is left out: {x.quarantine}" for x in status.learners if x.quarantine
+    ]
     lines += [_wait_text(wait) for wait in status.waits]
     return lines
 

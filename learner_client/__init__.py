@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from learner_client.core.connection import Change, State
 from learner_client.core.leadership import Move
+from learner_client.data import DataStatus, LeasedData, epoch_order
 from learner_client.errors import DilocoError, Reason, UsageError
 from learner_client.learner import Learner
 from learner_client.overhead import Overhead
@@ -17,9 +18,11 @@ from learner_client.status import LearnerStatus
 
 __all__ = [
     "Change",
+    "DataStatus",
     "DilocoError",
     "Learner",
     "LearnerStatus",
+    "LeasedData",
     "ModuleParameters",
     "Move",
     "Overhead",
@@ -28,6 +31,7 @@ __all__ = [
     "Runtime",
     "State",
     "UsageError",
+    "epoch_order",
     "fetch_settings",
     "wait_for_settings",
 ]

@@ -78,7 +78,7 @@ class Admission:
         before, layout = link.exchange.grant, link.exchange.layout
         return synchronizer_pb2.JoinRequest(
             protocol_version=PROTOCOL_VERSION,
-            run_id=link.identity.run_id,
+            run_id=link.identity.run_id or ("" if before is None else before.settings.run_id),
             learner_id=link.identity.learner_id,
             request_id=self._request_id,
             layout_fingerprint="" if layout is None else layout.fingerprint,
@@ -88,6 +88,12 @@ class Admission:
             previous_incarnation=(None if before is None else incarnation_to(before.incarnation)),
             claim=self._search.claim,
             labels=link.identity.labels,
+            leases=[
+                synchronizer_pb2.DataLease(
+                    lease_id=x.lease_id, epoch=x.epoch, start=x.start, stop=x.stop
+                )
+                for x in link.exchange.data.claims
+            ],
         )
 
     def _begin(self, layout: Layout, settings: RunSettings) -> None:
@@ -129,7 +135,7 @@ def _read_grant(response: synchronizer_pb2.JoinResponse) -> Grant:
     if incarnation.number < 1:
         raise malformed("the synchronizer granted no incarnation")
     settings = settings_from_proto(response.settings)
-    if response.shard >= settings.num_learners:
+    if response.shard >= settings.num_learners and settings.data_mode == "shards":
         raise DilocoError(
             Reason.MALFORMED,
             f"granted data shard {response.shard} of {settings.num_learners}; "

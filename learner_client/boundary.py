@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from decoupled_diloco.layout import Layout
 from learner_client.checkpoint import Cut, SavedState
+from learner_client.data import Progress
 from learner_client.exchange import Exchange, Update
 from learner_client.parameters import Parameters
 from learner_client.training_state import TrainingState
@@ -29,7 +30,12 @@ class Boundary:
         self._exchange = exchange
         self._cut: Cut | None = None
 
-    def cross(self, num_tokens: int, capture: Callable[[], TrainingState] | None) -> bool:
+    def cross(
+        self,
+        num_tokens: int,
+        progress: Progress,
+        capture: Callable[[], TrainingState] | None,
+    ) -> bool:
         """Counts the step, writes pending updates into the model, copies the fragments due next.
 
         In between, where a marker was heard: records this learner's part of the snapshot, after
@@ -37,6 +43,7 @@ class Boundary:
 
         Args:
             num_tokens: tokens of the step.
+            progress: what became of the samples of the step.
             capture: copies the whole state of the training; without it no part is recorded.
 
         Returns:
@@ -49,12 +56,25 @@ class Boundary:
         if name is not None and capture is not None:
             is_beyond = self._exchange.snapshots.is_beyond
             beyond = [update for update in updates if is_beyond(update.version)]
-            self.write([update for update in updates if not is_beyond(update.version)])
-            updates = beyond
+            self._write_or_void([u for u in updates if not is_beyond(u.version)], progress)
             is_captured = self._record(Cut(name=name, num_tokens=num_tokens), capture)
-        self.write(updates)
+            self.write(beyond)
+        else:
+            self._write_or_void(updates, progress)
         self.copy_due()
         return is_captured
+
+    def _write_or_void(self, updates: list[Update], progress: Progress) -> None:
+        """Writes updates; then gives up what was trained since, where it may not count."""
+        self.write(updates)
+        if self._exchange.is_void(progress):
+            self.write_published()
+            self._exchange.discarded()
+
+    def write_published(self) -> None:
+        """Overwrites the model with the published copy."""
+        for fragment, base in self._exchange.bases.items():
+            self._parameters.write_fragment(self._layout().fragments[fragment], base)
 
     def write(self, updates: list[Update]) -> None:
         """Writes updates into the model, in order."""
@@ -91,7 +111,13 @@ class Boundary:
     def finish(self, cut: Cut) -> None:
         """The rest of the boundary within which a part was recorded: copies and report."""
         self.copy_due()
-        self._exchange.report(num_tokens=cut.num_tokens, loss=None, step_s=0.0, overhead_s=0.0)
+        self._exchange.report(
+            num_tokens=cut.num_tokens,
+            loss=None,
+            step_s=0.0,
+            overhead_s=0.0,
+            progress=Progress(),
+        )
 
     def _record(self, cut: Cut, capture: Callable[[], TrainingState]) -> bool:
         self._cut = cut

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -20,21 +19,24 @@ from decoupled_diloco.layout import Layout
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Incarnation, Version
 from learner_client.buffers import BufferPool
+from learner_client.captures import Capture, PushWork
 from learner_client.core.connection import Change, Connection, Event, State
 from learner_client.core.learner_core import (
     AnswerDecline,
-    AnswerPush,
     LearnerCore,
     PullRequest,
     Stamp,
 )
 from learner_client.core.pending import PendingUpdates
 from learner_client.core.reports import StepReport
-from learner_client.snapshots import PartExchange, SnapshotDirectory
+from learner_client.data import LeasedData, Progress
+from learner_client.snapshots import PartExchange
+from learner_client.tally import Tally
 
 _LOG = logging.getLogger("learner_client")
 
 _BAD = (State.FENCED, State.REFUSED)
+_OVER = (*_BAD, State.FINISHED, State.DRAINING, State.LEFT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,40 +52,6 @@ class Update:
     fragment: int
     version: Version
     vector: torch.Tensor
-
-
-@dataclass(slots=True, kw_only=True)
-class Capture:
-    """A copy of a fragment in a reused host buffer.
-
-    Attributes:
-        stamp: what it is a copy of.
-        buffer: the whole buffer.
-        vector: the part of it that holds the fragment, fp32.
-        num_readers: who reads it now; only a buffer without readers is used again.
-        is_current: False once a newer copy took its place.
-    """
-
-    stamp: Stamp
-    buffer: torch.Tensor
-    vector: torch.Tensor
-    num_readers: int = 0
-    is_current: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushWork:
-    """Everything that a push is made of.
-
-    Attributes:
-        answer: pull, stamp and counters.
-        capture: the copy of the local parameters; to be released.
-        base: published copy that the outer gradient is computed against.
-    """
-
-    answer: AnswerPush
-    capture: Capture
-    base: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,42 +79,16 @@ class Grant:
     snapshot: int = 0
 
 
-@dataclass(slots=True, kw_only=True)
-class Tally:
-    """Counts for people who look; since the start of this process.
-
-    Attributes:
-        pushes: answers to pushes, by outcome or by reason code.
-        declined: pulls declined, by reason code.
-        num_updates: updates received and verified.
-        num_digest_mismatches: updates whose result was not what the synchronizer has.
-        bytes_up: payload bytes of pushes.
-        bytes_down: payload bytes of updates.
-    """
-
-    pushes: Counter[str] = field(default_factory=Counter)
-    declined: Counter[str] = field(default_factory=Counter)
-    num_updates: int = 0
-    num_digest_mismatches: int = 0
-    bytes_up: int = 0
-    bytes_down: int = 0
-
-
 class Exchange:
     """See the module; every method may be called from either thread.
 
     Args:
         learner_id: for log lines.
         on_change: called with every change of state, outside the lock.
-        snapshots: where parts of snapshots go, if anywhere.
     """
 
     def __init__(
-        self,
-        learner_id: str,
-        *,
-        on_change: Callable[[Change], None] | None = None,
-        snapshots: SnapshotDirectory | None = None,
+        self, learner_id: str, *, on_change: Callable[[Change], None] | None = None
     ) -> None:
         self._lock = threading.Lock()
         self._learner_id = learner_id
@@ -162,8 +104,11 @@ class Exchange:
         self.grant: Grant | None = None
         self.layout: Layout | None = None
         self.tally = Tally()
-        self.snapshots = PartExchange(snapshots)
+        self.snapshots = PartExchange()
         self.synced: Future[None] = Future()
+        self._is_void = False
+        on_wait = self._waits_for_data
+        self.data = LeasedData(is_over=self._is_over, failure=lambda: self.failure, on_wait=on_wait)
 
     # -- both ------------------------------------------------------------------------------
 
@@ -194,6 +139,7 @@ class Exchange:
         if change is None:
             return
         is_fault = not change.online and change.state not in (State.JOINING, State.LEFT)
+        is_fault = is_fault or change.reason == Reason.QUARANTINED
         level = logging.WARNING if is_fault or change.state in _BAD else logging.INFO
         mode = "online" if change.online else "offline"
         text = f"{self._learner_id}: {change.state}, {mode}"
@@ -225,6 +171,7 @@ class Exchange:
     def granted(self, grant: Grant) -> None:
         """A Join was answered."""
         self.snapshots.joined(grant.term, grant.snapshot)
+        self.data.begin(grant.settings)
         with self._lock:
             self.grant = grant
             self.core.joined(
@@ -366,17 +313,69 @@ class Exchange:
     def copied(self, captures: list[Capture]) -> None:
         """Copies are complete."""
         with self._lock:
+            if self._is_void:
+                for capture in captures:
+                    self._buffers.give(capture.buffer)
+                return
             for capture in captures:
                 self._drop_capture(capture.stamp.fragment)
                 self._captures[capture.stamp.fragment] = capture
                 self.core.copied(capture.stamp)
 
     def report(
-        self, *, num_tokens: int, loss: float | None, step_s: float, overhead_s: float
+        self,
+        *,
+        num_tokens: int,
+        loss: float | None,
+        step_s: float,
+        overhead_s: float,
+        progress: Progress,
     ) -> None:
         """Hands over the report of this step."""
         with self._lock:
-            self.core.report(num_tokens=num_tokens, loss=loss, step_s=step_s, overhead_s=overhead_s)
+            self.core.report(
+                num_tokens=num_tokens,
+                loss=loss,
+                step_s=step_s,
+                overhead_s=overhead_s,
+                data_lease_id=progress.lease_id,
+                data_position=progress.position,
+            )
+
+    # -- leased data -----------------------------------------------------------------------
+
+    def leases_lost(self) -> None:
+        """Others train on our data: what is not merged must never be.
+
+        No copy is pushed any more; at the next boundary the model goes back to what is published.
+        """
+        self.data.lost()
+        with self._lock:
+            self._is_void = True
+            for fragment in list(self._captures):
+                self._drop_capture(fragment)
+
+    def is_void(self, progress: Progress) -> bool:
+        """Whether what was trained since the last updates is to be given up, at this boundary."""
+        return self._is_void or progress.is_lost
+
+    def discarded(self) -> None:
+        """The model is what is published: nothing is trained since."""
+        with self._lock:
+            self._is_void = False
+            for fragment in self._bases:
+                self._drop_capture(fragment)
+                self.core.counters.applied(fragment)
+
+    def _is_over(self) -> bool:
+        total = self.grant.settings.total_global_steps if self.grant is not None else 0
+        return self._connection.state in _OVER or 0 < total <= self.core.global_step
+
+    def _waits_for_data(self, detail: str) -> None:
+        if self._connection.online:
+            self.waits("data" if detail else "", detail)
+        elif detail:
+            _LOG.warning("%s: training waits for data: %s", self._learner_id, detail)
 
     # -- under the lock --------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Final, Self
 import torch
 from torch import nn
 
-from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.layout import Layout
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Incarnation
@@ -22,14 +22,15 @@ from learner_client.boundary import Boundary
 from learner_client.checkpoint import SavedState, saved_state_from
 from learner_client.core.connection import Change, State
 from learner_client.core.leadership import Move
+from learner_client.data import LeasedData
 from learner_client.dialling import search_for
 from learner_client.exchange import Exchange, Grant
 from learner_client.link import Identity
 from learner_client.overhead import Overhead, OverheadMeter
 from learner_client.parameters import ModuleParameters, Parameters
 from learner_client.runtime import Runtime
-from learner_client.snapshots import SnapshotDirectory
-from learner_client.status import LearnerStatus, status_of
+from learner_client.snapshots import PartExchange, SnapshotDirectory
+from learner_client.status import LearnerStatus, not_joined, status_of
 from learner_client.training_state import SavedLearner, TrainingState
 from learner_client.transport.base import Transport
 from learner_client.worker import Worker
@@ -126,7 +127,8 @@ class Learner:
         )
         self._join_timeout_s = join_timeout_s
         self._runtime = runtime
-        self._exchange = Exchange(learner_id, on_change=on_change, snapshots=snapshots)
+        self._exchange = Exchange(learner_id, on_change=on_change)
+        self._exchange.snapshots = PartExchange(snapshots)
         self._boundary = Boundary(learner_id, self._parameters, self._exchange)
         self._training_state = training_state
         self._saved: SavedState | None = None
@@ -137,7 +139,9 @@ class Learner:
 
     # -- the loop --------------------------------------------------------------------------
 
-    def step(self, *, num_tokens: int, loss: float | None = None) -> None:
+    def step(
+        self, *, num_tokens: int, loss: float | None = None, num_samples: int | None = None
+    ) -> None:
         """The boundary after one inner step; never waits for the network.
 
         In this order: counts the step, writes pending updates into the model, copies the fragments
@@ -147,6 +151,8 @@ class Learner:
         Args:
             num_tokens: tokens trained in this step.
             loss: training loss of the step, nats per token.
+            num_samples: samples of ``data`` trained in this step; all that were handed out and
+                not trained, by default. Needed where a DataLoader fetches ahead.
 
         Raises:
             DilocoError: ``FENCED`` where another process took over this learner id; or a refusal
@@ -158,7 +164,8 @@ class Learner:
             raise UsageError(Reason.CONFIG_INVALID, f"num_tokens is {num_tokens}; at least 0")
         if self._exchange.failure is not None:
             raise self._exchange.failure
-        if self._boundary.cross(num_tokens, self._capture()):
+        progress = self._exchange.data.trained(num_samples)
+        if self._boundary.cross(num_tokens, progress, self._capture()):
             worker.part_captured()
         now = time.perf_counter()
         loop_s, self._stepped_at = now - self._stepped_at, now
@@ -167,6 +174,7 @@ class Learner:
             loss=None if loss is None else float(loss),
             step_s=loop_s,
             overhead_s=now - began,
+            progress=progress,
         )
         worker.wake()
         self._meter.add(inside_s=time.perf_counter() - began, loop_s=loop_s)
@@ -200,8 +208,14 @@ class Learner:
 
     @property
     def shard(self) -> int:
-        """Data shard of this learner id, below ``settings.num_learners``."""
+        """Data shard of this learner id; below ``settings.num_learners`` where shards are fixed."""
         return self._granted().shard
+
+    @property
+    def data(self) -> LeasedData:
+        """Which samples to train on, where the run leases its data."""
+        self._granted()
+        return self._exchange.data
 
     @property
     def settings(self) -> RunSettings:
@@ -269,9 +283,7 @@ class Learner:
         while self.finished and self.global_step < total and time.monotonic() < give_up:
             time.sleep(_POLL_S)
             self._boundary.write(self._exchange.take_updates())
-        layout = self._layout()
-        for fragment, base in self._exchange.bases.items():
-            self._parameters.write_fragment(layout.fragments[fragment], base)
+        self._boundary.write_published()
         return self.global_step
 
     # -- entering and leaving --------------------------------------------------------------
@@ -283,7 +295,7 @@ class Learner:
         try:
             self._exchange.synced.result(self._join_timeout_s)
         except TimeoutError:
-            error = self._not_joined()
+            error = not_joined(self._exchange, self._join_timeout_s)
             self.close("gave up joining")
             raise error from None
         except BaseException:
@@ -316,7 +328,7 @@ class Learner:
             async with asyncio.timeout(self._join_timeout_s):
                 await asyncio.wrap_future(self._exchange.synced)
         except TimeoutError:
-            error = self._not_joined()
+            error = not_joined(self._exchange, self._join_timeout_s)
             await self.aclose("gave up joining")
             raise error from None
         except BaseException:
@@ -365,14 +377,6 @@ class Learner:
     def _capture(self) -> Callable[[], TrainingState] | None:
         training_state = self._training_state
         return None if training_state is None else lambda: training_state(self)
-
-    def _not_joined(self) -> DilocoError:
-        connection = self._exchange.connection
-        return DilocoError(
-            Reason.UNAVAILABLE,
-            f"no published parameters within {self._join_timeout_s} s: {connection.state}, "
-            f"{connection.reason}: {connection.detail}; check address and synchronizer",
-        )
 
     def _running(self) -> Worker:
         if self._worker is None or self._exchange.grant is None:

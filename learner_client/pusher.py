@@ -12,9 +12,10 @@ import torch
 from decoupled_diloco.codecs import Payload
 from decoupled_diloco.errors import DilocoError, Reason, reason_of
 from decoupled_diloco.v1 import synchronizer_pb2, types_pb2
+from learner_client.captures import PushWork
 from learner_client.core.learner_core import AnswerDecline, PullRequest
 from learner_client.core.retry import REJOIN, Backoff
-from learner_client.exchange import Grant, PushWork
+from learner_client.exchange import Grant
 from learner_client.link import Link
 from learner_client.pushes import encode, outer_gradient, push_header, seed_header, send
 

@@ -12,7 +12,7 @@ from decoupled_diloco.fault_points import FaultPoint, crosses_half, reach
 from decoupled_diloco.v1 import synchronizer_pb2, types_pb2
 from decoupled_diloco.versions import Incarnation
 from decoupled_diloco.wire import incarnation_to, version_to
-from learner_client.exchange import PushWork
+from learner_client.captures import PushWork
 from learner_client.transport.base import Transport
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.versions import Version
 from learner_client.core.connection import State
 from learner_client.exchange import Exchange
@@ -73,4 +74,14 @@ def status_of(exchange: Exchange, address: str) -> LearnerStatus:
         bytes_up=tally.bytes_up,
         bytes_down=tally.bytes_down,
         versions={} if grant is None else exchange.core.versions,
+    )
+
+
+def not_joined(exchange: Exchange, timeout_s: float | None) -> DilocoError:
+    """The error of a learner that got no published parameters in time."""
+    connection = exchange.connection
+    return DilocoError(
+        Reason.UNAVAILABLE,
+        f"no published parameters within {timeout_s} s: {connection.state}, "
+        f"{connection.reason}: {connection.detail}; check address and synchronizer",
     )

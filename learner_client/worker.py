@@ -23,17 +23,19 @@ from decoupled_diloco.versions import Incarnation
 from decoupled_diloco.wire import incarnation_to
 from learner_client.admission import Admission
 from learner_client.checkpoint import SavedState
-from learner_client.core.connection import Event, State
+from learner_client.core.connection import Event, State, left_out
 from learner_client.core.learner_core import PullRequest
 from learner_client.core.reports import StepReport
 from learner_client.core.retry import REJOIN, Backoff, is_fatal
 from learner_client.exchange import Exchange, Grant
 from learner_client.leaders import LeaderSearch
+from learner_client.leaser import Leaser
 from learner_client.link import Identity, Link
 from learner_client.parameters import Parameters
 from learner_client.pusher import Pusher
 from learner_client.runtime import Runtime
 from learner_client.snapshots import write_parts
+from learner_client.tasks import cancel, together
 from learner_client.watcher import Watcher
 
 _LOG = logging.getLogger("learner_client")
@@ -151,7 +153,7 @@ class Worker:
         try:
             await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel(work, stop, parts)
+            await cancel(work, stop, parts)
             await self._leave(link)
             await link.transport.aclose()
             self._exchange.ended()
@@ -169,15 +171,19 @@ class Worker:
         search, admission = self._search, Admission(link, self._search, self._saved)
         search.relay = lambda calls: admission.relay(calls, watcher.versions)
         grant = None
+        leaser = Leaser(link)
+        self._exchange.data.on_want = lambda: self._call_soon(leaser.wanted.set)
         try:
             while self._exchange.connection.state not in _ENDED:
                 try:
                     await search.settle()
                     if grant is None:
                         grant = await admission.join(watcher.versions)
-                    await self._session(link, grant, watcher, pusher)
+                    await self._session(link, grant, watcher, pusher, leaser)
                 except DilocoError as caught:
                     error = search.judged(caught)
+                    if error.reason is Reason.LEASE_LOST:
+                        self._exchange.leases_lost()
                     if is_fatal(error):
                         self._exchange.failed(error)
                         return
@@ -195,7 +201,9 @@ class Worker:
         finally:
             await pusher.aclose()
 
-    async def _session(self, link: Link, grant: Grant, watcher: Watcher, pusher: Pusher) -> None:
+    async def _session(
+        self, link: Link, grant: Grant, watcher: Watcher, pusher: Pusher, leaser: Leaser
+    ) -> None:
         """One connection, from the answer to a Join until it is lost."""
         self._declines.clear()
         pusher.keep_only(grant)
@@ -210,8 +218,9 @@ class Worker:
             self._until_lost(
                 self._search.keep_watch(grant.settings.lease_timeout_s, self._progress)
             ),
+            self._until_lost(leaser.run(grant)),
         )
-        await _together(*streams)
+        await together(*streams)
 
     def _progress(self) -> tuple[bool, int]:
         """Whether news may come, and how many did."""
@@ -285,6 +294,10 @@ class Worker:
             self._exchange.snapshots.noticed(
                 grant.term, response.snapshot.global_step, over=response.snapshot.over
             )
+        elif kind == "quarantine":
+            told = response.quarantine
+            if told.reason or self._exchange.connection.reason == Reason.QUARANTINED:
+                self._exchange.waits(*left_out(told.reason, told.seconds))
         elif kind == "not_leading":
             self._search.heard(response.not_leading.claim, response.not_leading.addresses)
             raise DilocoError(
@@ -373,26 +386,10 @@ def _inner_step(link: Link, report: StepReport) -> synchronizer_pb2.InnerStep:
         loss=report.loss,
         step_seconds=report.step_s,
         overhead_seconds=report.overhead_s,
+        data_lease_id=report.data_lease_id,
+        data_position=report.data_position,
     )
 
 
 async def _wait_for(future: asyncio.Future[None]) -> None:
     await future
-
-
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _together(*streams: Coroutine[Any, Any, None]) -> None:
-    """Runs all; the first that fails ends the others, and is raised."""
-    tasks = [asyncio.get_running_loop().create_task(stream) for stream in streams]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        await _cancel(*tasks)
-    for task in tasks:
-        if task in done:
-            task.result()

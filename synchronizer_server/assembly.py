@@ -11,7 +11,7 @@ from pathlib import Path
 
 from decoupled_diloco.claims import Claim
 from decoupled_diloco.codecs import check_codecs
-from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.journal import Journal
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Version
@@ -92,12 +92,8 @@ async def assemble(
     if loaded is None:
         await _check_not_lost(membership, settings.run_id)
     layout = layout_from(store.read_run(), settings) if loaded is not None else None
-    if claim is None:
-        term = 1 + store.highest_term()
-        claim = Claim(run_id=settings.run_id, term=term, leader_id=secrets.token_hex(8))
-    restored = None
-    if loaded is not None:
-        restored = restored_from(loaded[0], await _read_back(membership), settings.quorum)
+    claim = claim or _lone_claim(settings, store)
+    restored = await _restored(loaded[0], membership, settings) if loaded is not None else None
     core = SynchronizerCore(
         settings,
         term=claim.term,
@@ -204,7 +200,9 @@ def _start(
 
 def _taken_over(record: RoundRecord, term: int) -> RoundRecord:
     """The record with which a term begins: the newest one, which it takes over."""
-    return dataclasses.replace(record, term=term, fragment=None, contributions=(), dropped=())
+    return dataclasses.replace(
+        record, term=term, fragment=None, contributions=(), dropped=(), rolled_back=""
+    )
 
 
 async def _check_not_lost(membership: Membership, run_id: str) -> None:
@@ -220,6 +218,40 @@ async def _check_not_lost(membership: Membership, run_id: str) -> None:
             Reason.STORE_LOST,
             f"run {run_id!r} has merged before, but the store is empty: start with the store of "
             "that run, or choose a new run_id",
+        )
+
+
+def _lone_claim(settings: RunSettings, store: RoundStore) -> Claim:
+    """The claim of a synchronizer that nobody could compete with."""
+    term = 1 + store.highest_term()
+    return Claim(run_id=settings.run_id, term=term, leader_id=secrets.token_hex(8))
+
+
+async def _restored(record: RoundRecord, membership: Membership, settings: RunSettings) -> Restored:
+    """What the core needs of a record to go on.
+
+    Raises:
+        UsageError: CONFIG_CONFLICT.
+    """
+    _check_data(record, settings)
+    return restored_from(record, await _read_back(membership), settings.quorum)
+
+
+def _check_data(record: RoundRecord, settings: RunSettings) -> None:
+    """Data that is leased stays so, in passes of one length, or the ledger means nothing.
+
+    Raises:
+        UsageError: CONFIG_CONFLICT.
+    """
+    data = record.data
+    is_leased = settings.data_mode == "leases"
+    if data.num_issued and not (is_leased and settings.data_length == data.length):
+        raise UsageError(
+            Reason.CONFIG_CONFLICT,
+            f"run {settings.run_id!r} leases its data, {data.length} samples per pass, but the "
+            f"settings say data_mode = {settings.data_mode} and data_length = "
+            f"{settings.data_length}: go on with the settings of the run, or choose a new run_id "
+            "and store",
         )
 
 

@@ -92,6 +92,17 @@ class Committer:
         self._merged[global_step] = merged
         return merged.update.result
 
+    async def roll_back(self, global_step: int, fragment: int, target: Version) -> Version:
+        """Makes the content of a retained version the result of a round; returns its version."""
+        copy = self.updates.copy_at(fragment, target)
+        assert copy is not None, "retained by core and shell alike"
+        job = self.tensors_runner.submit(
+            lambda: self.tensors.roll_back(global_step, fragment, copy)
+        )
+        merged = await job
+        self._merged[global_step] = merged
+        return merged.update.result
+
     async def persist(self, summary: RoundSummary) -> Persisted:
         """Makes a merged round durable.
 

@@ -19,7 +19,9 @@ from synchronizer_server.convert import OUTCOMES
 from synchronizer_server.core import effects as fx
 from synchronizer_server.core import events as ev
 from synchronizer_server.ledger import Ledger
+from synchronizer_server.limits import StreamLimits
 from synchronizer_server.parts import Parts
+from synchronizer_server.roll_backs import RollBacks
 from synchronizer_server.round_work import RoundWork
 from synchronizer_server.snapshotting import SnapshotDesk
 from synchronizer_server.streams import ReportStream
@@ -44,6 +46,8 @@ class Engine:
         self.layout = layout
         self.tickets = TicketDesk(parts.max_staged_bytes)
         self.streams: dict[str, ReportStream] = {}
+        self.limits = StreamLimits()
+        self.roll_backs = RollBacks()
         self.ledger = Ledger()
         self.rounds = RoundWork(parts, self.ledger, self.handle)
         self.snapshots = SnapshotDesk(
@@ -130,6 +134,7 @@ class Engine:
         self.closed = True
         self.farewell = farewell or self.farewell
         self.snapshots.close()
+        self.roll_backs.ended()
         self.parts.committer.wake_watchers()
         for stream in list(self.streams.values()):
             stream.close(self.farewell)
@@ -170,6 +175,12 @@ class Engine:
                 self.spawn(self.rounds.persist(effect))
             case fx.PublishRound():
                 self.rounds.publish(effect)
+                if effect.summary.rolled_back:
+                    fragment = effect.summary.fragment
+                    self.roll_backs.published(fragment, self.updates.version(fragment))
+            case fx.RollBackFailed():
+                error = DilocoError(Reason.STALE_BASE, effect.message)
+                self.roll_backs.failed(effect.fragment, error)
             case fx.PersistSeed():
                 self.spawn(self.rounds.persist_seed())
             case fx.PublishSeed():
@@ -180,18 +191,23 @@ class Engine:
                 self.snapshots.carry_out(effect)
             case fx.Completed():
                 self._completed(effect)
+            case fx.QuarantineChanged():
+                self._quarantine(effect)
             case fx.WaitChanged() | fx.LearnerChanged():
                 self._tell(effect)
-            case fx.GrantSeed() | fx.StagePush():
-                pass  # the Join and Push services read these from what `handle` returns
+            case fx.CountersCut():
+                logger.warning("%s: %s", effect.learner_id, effect.detail)
+            case fx.GrantSeed() | fx.GrantData() | fx.StagePush():
+                pass  # the services read these from what `handle` returns
 
     # -- streams ---------------------------------------------------------------------------------
 
     def _send_all(self, message: pb.ReportResponse) -> None:
         for stream in list(self.streams.values()):
-            self._send(stream, message)
+            self.send(stream, message)
 
-    def _send(self, stream: ReportStream, message: pb.ReportResponse) -> None:
+    def send(self, stream: ReportStream, message: pb.ReportResponse) -> None:
+        """Says something to one learner."""
         if not stream.send(message):
             # After the effects under way: what follows from this is no part of them.
             asyncio.get_running_loop().call_soon(self.stream_ended, stream)
@@ -214,7 +230,26 @@ class Engine:
                 global_step=effect.global_step,
                 fragment=effect.fragment,
             )
-            self._send(stream, pb.ReportResponse(pull=pull))
+            self.send(stream, pb.ReportResponse(pull=pull))
+
+    def _quarantine(self, effect: fx.QuarantineChanged) -> None:
+        if effect.reason:
+            logger.warning(
+                "%s is left out for %.0f s: %s", effect.learner_id, effect.seconds, effect.reason
+            )
+        else:
+            logger.info("%s is asked again", effect.learner_id)
+        self.parts.journal.write(
+            "quarantine",
+            learner_id=effect.learner_id,
+            incarnation=str(effect.incarnation),
+            reason=effect.reason,
+            seconds=effect.seconds,
+        )
+        stream = self.streams.get(effect.learner_id)
+        if stream is not None:
+            told = pb.Quarantine(reason=effect.reason, seconds=effect.seconds)
+            self.send(stream, pb.ReportResponse(quarantine=told))
 
     def _end_stream(self, effect: fx.Fence | fx.CloseStream) -> None:
         reason = effect.reason if isinstance(effect, fx.CloseStream) else Reason.FENCED
@@ -278,6 +313,7 @@ class Engine:
         logger.info("%s at global step %d", word, effect.global_step)
         self.parts.journal.write(word, global_step=effect.global_step)
         self.snapshots.close()
+        self.roll_backs.ended()
         self.complete.set()
 
     def _tell(self, effect: fx.WaitChanged | fx.LearnerChanged) -> None:

@@ -20,6 +20,7 @@ from synchronizer_server.convert import check_id, check_tensors
 from synchronizer_server.core import events as ev
 from synchronizer_server.core.roster import LearnerState
 from synchronizer_server.engine import Engine
+from synchronizer_server.service.data import leases_from, previous_from
 from synchronizer_server.service.identity import require_current
 from synchronizer_server.store.base import RoundStore, RunDescription
 from synchronizer_server.tensors import TensorBook
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_REMEMBERED: Final = 1024
 _MAX_LABELS: Final = 32
+
+MAX_LEARNERS: Final = 10_000
+"""Learner ids of a run. Each is in every round record, for ever: about 200 bytes."""
 
 
 class JoinDesk:
@@ -49,7 +53,7 @@ class JoinDesk:
         """Lets a learner in; a repeated request gets the same incarnation again.
 
         While nobody seeds the run it gets a new one, and with it the seeding; also after it has
-        left. A process that was fenced cannot take its id back.
+        left, or lost its data leases. A process that was fenced cannot take its id back.
 
         Raises:
             DilocoError: why it may not join.
@@ -61,22 +65,26 @@ class JoinDesk:
             raise malformed(f"{len(request.labels)} labels, at most {_MAX_LABELS}")
         self._check_run(request)
         async with self._lock:
+            self._check_not_lost(request)
             await self._check_layout(request)
             known = self._granted.get((learner_id, request.request_id))
             if known is None or self._needs_new_life(learner_id, known):
-                known = await self._grant(learner_id)
+                known = await self._grant(learner_id, request)
                 self._remember((learner_id, request.request_id), known)
                 self.labels[learner_id] = {k[:64]: v[:256] for k, v in request.labels.items()}
             return self._response(learner_id, known)
 
     def _needs_new_life(self, learner_id: str, incarnation: Incarnation) -> bool:
-        """Whether a process gets another incarnation: it has left, or it is to seed.
+        """Whether a process gets another incarnation: it has left or lost its data, or it seeds.
 
         Raises:
             DilocoError: FENCED where another process has taken the id.
         """
-        learner = require_current(self._engine, learner_id, incarnation)
         state = self._engine.core.state
+        known = state.roster.current(learner_id, incarnation)
+        if known is not None and known.lease_lost:
+            return True
+        learner = require_current(self._engine, learner_id, incarnation)
         nobody_seeds = not state.seeded and not state.seed_persisting and state.seeder is None
         return nobody_seeds or learner.state is LearnerState.LEFT
 
@@ -115,6 +123,34 @@ class JoinDesk:
                 term=claim.term,
                 leader_id=claim.leader_id,
                 addresses=",".join(parts.addresses[1:]),
+            )
+
+    def _check_not_lost(self, request: pb.JoinRequest) -> None:
+        """Refuses to begin anew what a joiner knows as merged: never seeded twice.
+
+        From the first such joiner on nobody is let in, or the run would start over without those
+        whose work it is; they train on.
+        """
+        state = self._engine.core.state
+        if state.seeded or state.seed_persisting:
+            return
+        merged = max((x.version.global_step for x in request.held), default=0)
+        if merged and request.run_id and not state.seed_forbidden:
+            self._engine.handle(ev.SeedForbidden(learner_id=request.learner_id))
+            logger.critical(
+                "%s: %s holds global step %d of run %s, and this store is empty",
+                Reason.STORE_LOST,
+                request.learner_id,
+                merged,
+                request.run_id,
+            )
+            self._engine.parts.journal.write("store_lost", learner_id=request.learner_id)
+        if state.seed_forbidden:
+            raise DilocoError(
+                Reason.STORE_LOST,
+                f"run {state.settings.run_id!r} has merged before ({state.seed_forbidden} holds "
+                "its versions), but the synchronizer's store is empty: start the synchronizer with "
+                "the store of that run, or begin another run under a new run_id",
             )
 
     async def _check_layout(self, request: pb.JoinRequest) -> None:
@@ -169,22 +205,50 @@ class JoinDesk:
             "layout: %d parameters in %d fragments", layout.num_parameters, layout.num_fragments
         )
 
-    async def _grant(self, learner_id: str) -> Incarnation:
+    async def _grant(self, learner_id: str, request: pb.JoinRequest) -> Incarnation:
         engine = self._engine
         state = engine.core.state
-        shard = engine.core.shard_for(learner_id)
-        if shard is None:
-            raise DilocoError(
-                Reason.NO_SHARD_LEFT,
-                f"{learner_id} cannot join: all {state.settings.num_learners} data shards belong "
-                "to other learner ids; join under one of those, or plan more learners at the start",
-            )
+        shard = self._shard(learner_id)
+        previous, claims = previous_from(request), leases_from(request)
         known = state.roster.find(learner_id)
         incarnation = await self._grant_incarnation(
             learner_id, known.incarnation.number if known is not None else 0
         )
-        engine.handle(ev.LearnerJoined(learner_id=learner_id, incarnation=incarnation, shard=shard))
+        why = engine.core.lease_refusal(learner_id, previous, claims, engine.parts.clock())
+        if why is not None:
+            raise DilocoError(
+                Reason.LEASE_LOST,
+                f"{learner_id} has lost its data leases: {why}; join again without them, and "
+                "without what it has trained since its last updates",
+            )
+        engine.handle(
+            ev.LearnerJoined(
+                learner_id=learner_id,
+                incarnation=incarnation,
+                shard=shard,
+                previous=previous,
+                claims=claims,
+            )
+        )
         return incarnation
+
+    def _shard(self, learner_id: str) -> int:
+        state = self._engine.core.state
+        shard = self._engine.core.shard_for(learner_id)
+        if shard is None:
+            raise DilocoError(
+                Reason.NO_SHARD_LEFT,
+                f"{learner_id} cannot join: all {state.settings.num_learners} data shards belong "
+                "to other learner ids; join under one of those, or plan more learners at the "
+                "start, or set data_mode = leases, with which any number may join",
+            )
+        if state.roster.find(learner_id) is None and len(state.roster) >= MAX_LEARNERS:
+            raise DilocoError(
+                Reason.NO_SHARD_LEFT,
+                f"{learner_id} cannot join: {MAX_LEARNERS} learner ids are known, and every one is "
+                "remembered for ever; let learners that come and go keep their ids",
+            )
+        return shard
 
     def _response(self, learner_id: str, incarnation: Incarnation) -> pb.JoinResponse:
         engine = self._engine

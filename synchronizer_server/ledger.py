@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from decoupled_diloco.v1 import admin_pb2
 from decoupled_diloco.versions import Version
+from synchronizer_server.core.data_records import DataRecord
 from synchronizer_server.core.effects import RoundSummary
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.core.state import CoreState, Restored
@@ -122,10 +123,13 @@ def make_record(
         shards={x.learner_id: x.shard for x in learners},
         local_steps={x.learner_id: x.local_step for x in learners},
         quorum=state.quorum if state.quorum != state.settings.quorum else 0,
-        leases=(),
+        leases=state.data.leases if state.data is not None else (),
         num_tokens_merged=sum(merged.values()),
         tokens_merged_by_learner=merged,
         layout_fingerprint=fingerprint,
+        data=state.data.record if state.data is not None else DataRecord(),
+        tokens_processed_by_learner={x.learner_id: x.num_tokens for x in learners},
+        rolled_back=summary.rolled_back if summary else "",
     )
 
 
@@ -155,4 +159,7 @@ def restored_from(record: RoundRecord, roll: Roll | None, quorum: int) -> Restor
         tokens_merged=record.tokens_merged_by_learner,
         quorum=chosen or record.quorum or quorum,
         ages_s=None if not members else {x: m.age_s for x, m in members.items()},
+        tokens_processed=record.tokens_processed_by_learner,
+        data=record.data,
+        leases=record.leases,
     )

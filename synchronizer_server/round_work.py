@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Final
@@ -36,7 +37,11 @@ class RoundWork:
 
     async def merge(self, effect: fx.MergeRound) -> None:
         """Computes the outer step of a full round."""
-        version = await self._parts.committer.merge(effect.global_step, effect.fragment)
+        committer, step, target = self._parts.committer, effect.global_step, effect.roll_back_to
+        if target is None:
+            version = await committer.merge(step, effect.fragment)
+        else:
+            version = await committer.roll_back(step, effect.fragment, target)
         self._handle(ev.RoundMerged(global_step=effect.global_step, version=version))
 
     async def persist(self, effect: fx.PersistRound) -> None:
@@ -98,6 +103,8 @@ class RoundWork:
             measured_h=summary.measured_h,
             bytes_up=self._ledger.bytes_up.total(),
             bytes_down=self._ledger.bytes_down.total(),
+            **_data(summary),
+            **({"rolled_back": summary.rolled_back} if summary.rolled_back else {}),
         )
 
     async def persist_seed(self) -> None:
@@ -123,3 +130,11 @@ class RoundWork:
         self._parts.committer.publish_seed()
         self._parts.journal.write("seeded")
         logger.info("the run is seeded")
+
+
+def _data(summary: fx.RoundSummary) -> dict[str, object]:
+    """What a line of the journal says of leased data: all there is, and what is new."""
+    if summary.data_totals is None:
+        return {}
+    ranges = [(x.epoch, x.start, x.stop) for x in summary.merged_data]
+    return {"data": {**dataclasses.asdict(summary.data_totals), "ranges": ranges}}

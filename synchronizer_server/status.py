@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from decoupled_diloco.v1 import admin_pb2 as pb
-from decoupled_diloco.wire import held_to, incarnation_to
+from decoupled_diloco.wire import MAX_COUNT, held_to, incarnation_to
 from synchronizer_server.core.roster import Learner
 from synchronizer_server.core.rounds import Round
+from synchronizer_server.core.state import CoreState
 from synchronizer_server.engine import Engine
 from synchronizer_server.replicas import Replicas
 
@@ -23,6 +24,7 @@ def status_message(engine: Engine, labels: Mapping[str, Mapping[str, str]]) -> p
     now = engine.parts.clock()
     learners = sorted(state.roster, key=lambda x: x.learner_id)
     pace = state.pace
+    positions = state.data.positions() if state.data is not None else {}
     return pb.GetStatusResponse(
         run_id=state.settings.run_id,
         claim=engine.claim(),
@@ -35,7 +37,16 @@ def status_message(engine: Engine, labels: Mapping[str, Mapping[str, str]]) -> p
             for w, seconds in engine.core.waits(now)
         ],
         rounds=[_round(r) for r in state.rounds],
-        learners=[_learner(engine, x, now, labels.get(x.learner_id, {})) for x in learners],
+        learners=[
+            _learner(
+                engine,
+                x,
+                now,
+                labels.get(x.learner_id, {}),
+                positions.get(x.learner_id, (0, 0)),
+            )
+            for x in learners
+        ],
         versions=held_to(dict(enumerate(engine.updates.versions()))),
         pace=pb.PaceStatus(
             step_seconds=pace.step_s or 0.0,
@@ -49,6 +60,7 @@ def status_message(engine: Engine, labels: Mapping[str, Mapping[str, str]]) -> p
         role="leading",
         record_term=engine.parts.claim.term,
         replication=None if engine.parts.replicas is None else _replication(engine.parts.replicas),
+        data=data_status(state),
     )
 
 
@@ -83,6 +95,23 @@ def state_name(engine: Engine) -> str:
     return "seeding" if state.num_fragments else "starting"
 
 
+def data_status(state: CoreState) -> pb.DataStatus:
+    """Where the training data stands."""
+    book = state.data
+    if book is None:
+        return pb.DataStatus(mode=state.settings.data_mode)
+    epoch, totals = book.record.epoch, book.totals
+    num_fresh = (epoch + 1) * totals.length - totals.issued if totals.length else 0
+    return pb.DataStatus(
+        mode=state.settings.data_mode,
+        epoch=epoch,
+        num_free=num_fresh + totals.free,
+        num_leased=totals.leased,
+        num_merged=totals.merged,
+        num_returned=totals.returned,
+    )
+
+
 def _round(round_: Round) -> pb.RoundStatus:
     return pb.RoundStatus(
         global_step=round_.global_step,
@@ -95,7 +124,11 @@ def _round(round_: Round) -> pb.RoundStatus:
 
 
 def _learner(
-    engine: Engine, learner: Learner, now: float, labels: Mapping[str, str]
+    engine: Engine,
+    learner: Learner,
+    now: float,
+    labels: Mapping[str, str],
+    position: tuple[int, int],
 ) -> pb.LearnerStatus:
     ledger = engine.ledger
     return pb.LearnerStatus(
@@ -116,6 +149,10 @@ def _learner(
         last_reason=learner.last_reason,
         tokens_merged=learner.num_tokens_merged,
         labels=labels,
+        data_position=position[0],
+        data_stop=position[1],
+        tokens_processed=min(learner.num_tokens, MAX_COUNT),
+        quarantine=learner.quarantine,
     )
 
 

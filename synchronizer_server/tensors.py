@@ -25,7 +25,7 @@ from synchronizer_server.merge.fragment_state import (
 )
 from synchronizer_server.merge.outer import OuterSettings
 from synchronizer_server.merge.validate import check_outer_gradient
-from synchronizer_server.updates import Update, make_update
+from synchronizer_server.updates import FULL_CODEC, Update, make_update
 
 logger = logging.getLogger(__name__)
 
@@ -74,21 +74,21 @@ class TensorBook:
         """State of a fragment after its last published round."""
         return self._states[fragment]
 
-    def decode(self, codec: str, payload: Payload, fragment: int) -> torch.Tensor:
+    def decode(self, codec: str, payload: Payload, fragment: int) -> tuple[torch.Tensor, float]:
         """Decodes a staged outer gradient and checks it whole; changes nothing.
 
         Returns:
-            fp32 [n].
+            fp32 [n], and its L2 norm.
 
         Raises:
             DilocoError: why it cannot be merged.
         """
         num_elements = self._layout.fragments[fragment].num_elements
         vector = get_codec(codec).decode(payload, num_elements)
-        check_outer_gradient(
+        norm = check_outer_gradient(
             vector, num_elements=num_elements, norm_bound=self._settings.max_outer_gradient_norm
         )
-        return vector
+        return vector, norm
 
     def decode_seed(self, codec: str, payload: Payload, fragment: int) -> torch.Tensor:
         """Decodes the first parameters of a fragment, fp32 [n].
@@ -145,6 +145,19 @@ class TensorBook:
             num_elements=after.published.numel(),
         )
         return Merged(state=after, update=update)
+
+    def roll_back(self, global_step: int, fragment: int, copy: torch.Tensor) -> Merged:
+        """Puts a fragment back: ``copy`` (fp32 [n]) anew, with nothing owed and no momentum."""
+        state = FragmentState.seeded(copy)
+        update = make_update(
+            fragment,
+            base=None,
+            result=Version(self._term, global_step, state.digest()),
+            codec=FULL_CODEC,
+            payload=get_codec(FULL_CODEC).encode(state.published),
+            num_elements=copy.numel(),
+        )
+        return Merged(state=state, update=update)
 
     def publish(self, merged: Merged) -> None:
         """The round is persisted: its result is the state."""

@@ -121,8 +121,13 @@ class UpdateBook:
         return shelf.copies.get(version.digest)
 
     def publish(self, update: Update, published: torch.Tensor) -> None:
-        """Puts out a new version."""
+        """Puts out a new version; a full one replaces all before it: no chain leads to it."""
         shelf = self._shelves[update.fragment]
+        if update.base is None:
+            shelf.chain.clear()
+            shelf.copies.clear()
+            shelf.version, shelf.published, shelf.full = update.result, published, update
+            return
         assert update.base == shelf.version, "updates follow one another"
         shelf.copies[shelf.version.digest] = shelf.published
         shelf.chain.append(update)

@@ -24,7 +24,7 @@ from diloco_fleet.journal import FleetJournal
 from diloco_fleet.local import Bounds, Outcome, Supervisor
 from diloco_fleet.metrics import FLEET, last_round
 from diloco_fleet.plan import Plan, make_plan
-from diloco_fleet.prepare import existing_run, new_run, write_run
+from diloco_fleet.prepare import existing_run, new_run, with_corpus, write_run
 from diloco_fleet.process import Restart, RestartPolicy
 from diloco_fleet.report_text import summary_lines
 from diloco_fleet.reporting import make_report
@@ -44,6 +44,7 @@ _RUN_FLAGS = (
     "codec_up",
     "codec_down",
     "replication",
+    "data_mode",
 )
 _FLEET_FLAGS = (
     *("data", "pace", "slow_learner", "restart", "max_restarts"),
@@ -126,9 +127,10 @@ def command(
             Reason.CONFIG_CONFLICT, "--snapshot goes with --resume: a new run has no snapshot"
         )
     prepare = _resume if resume else _begin
-    with prepare(config, run_dir, flags) as (files, settings):
-        plan = make_plan(settings, files, os.environ, log_format=log_format)
-        resolved = write_run(files, settings)
+    with prepare(config, run_dir, flags) as (files, given):
+        resolved = with_corpus(files, given)
+        plan = make_plan(resolved, files, os.environ, log_format=log_format)
+        write_run(files, resolved)
         if plan.redis is not None:
             write_standby(files, plan.redis)
         forget_resume(files)

@@ -154,3 +154,10 @@ class Connection:
         return Change(
             state=self._state, online=self._online, reason=self._reason, detail=self._detail
         )
+
+
+def left_out(reason: str, seconds: float) -> tuple[str, str]:
+    """What a learner waits for that is left out for so long, or (reason empty) no longer is."""
+    if not reason:
+        return "", ""
+    return str(Reason.QUARANTINED), f"left out for {seconds:.0f} s, training on: {reason}"

@@ -220,7 +220,14 @@ class LearnerCore:
         self._stamps.pop(fragment, None)
 
     def report(
-        self, *, num_tokens: int, loss: float | None, step_s: float, overhead_s: float
+        self,
+        *,
+        num_tokens: int,
+        loss: float | None,
+        step_s: float,
+        overhead_s: float,
+        data_lease_id: int = 0,
+        data_position: int = 0,
     ) -> None:
         """Hands over the report of this step; merged with what nobody took yet."""
         newer = StepReport(
@@ -231,6 +238,8 @@ class LearnerCore:
             step_s=step_s,
             overhead_s=overhead_s,
             applied=self.known_global_steps,
+            data_lease_id=data_lease_id,
+            data_position=data_position,
         )
         self._report = merge_reports(self._report, newer)
 

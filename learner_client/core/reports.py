@@ -17,6 +17,8 @@ class StepReport:
         step_s: mean duration of a step in the user's loop, seconds.
         overhead_s: mean time inside ``learner.step``, seconds.
         applied: global step of the version applied of each fragment, by index.
+        data_lease_id: data lease in use after the newest step; 0 without one.
+        data_position: first position of it that is not trained.
     """
 
     local_step: int
@@ -26,6 +28,8 @@ class StepReport:
     step_s: float
     overhead_s: float
     applied: tuple[int, ...]
+    data_lease_id: int = 0
+    data_position: int = 0
 
 
 def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
@@ -45,4 +49,6 @@ def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
         step_s=mean(older.step_s, newer.step_s),
         overhead_s=mean(older.overhead_s, newer.overhead_s),
         applied=newer.applied,
+        data_lease_id=newer.data_lease_id,
+        data_position=newer.data_position,
     )

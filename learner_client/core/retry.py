@@ -6,10 +6,10 @@ from typing import Final
 
 from decoupled_diloco.errors import DilocoError, Reason
 
-_SURVIVED: Final = frozenset({Reason.INTERNAL, Reason.UNIMPLEMENTED})
+_SURVIVED: Final = frozenset({Reason.INTERNAL, Reason.UNIMPLEMENTED, Reason.STORE_LOST})
 """Faults of the other side: a learner outlives them, though a catalogue says "do not retry"."""
 
-REJOIN: Final = frozenset({Reason.UNKNOWN_LEARNER, Reason.STALE_TERM})
+REJOIN: Final = frozenset({Reason.UNKNOWN_LEARNER, Reason.STALE_TERM, Reason.LEASE_LOST})
 """The synchronizer does not know this incarnation (any more): join again."""
 
 

@@ -1,5 +1,8 @@
 """Batches of a shard: deterministic, resumable, never of another shard's tokens.
 
+With leased data there are no shards: ranges of all windows are handed out, and every epoch
+shuffles all of them.
+
 The training tokens are cut into windows of ``sequence_length`` (each with the one token more
 that is its last target). Window w belongs to shard ``w mod num_shards`` for ever: epochs
 shuffle a shard's own windows, and a learner that rejoins keeps its shard. Batches run on over
@@ -8,6 +11,7 @@ the end of an epoch, so every batch is full and every window comes once per epoc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -16,17 +20,23 @@ import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import Reason, UsageError
-from learner_client.train.corpus import Corpus
+from learner_client.data import LeasedData
+from learner_client.train.corpus import Corpus, Tokens
 
 _GEOMETRY: Final = ("shard", "num_shards", "batch_size", "sequence_length", "seed", "num_windows")
+
+
+def num_windows(num_tokens: int, sequence_length: int) -> int:
+    """Returns how many windows there are in ``num_tokens`` training tokens."""
+    return max(num_tokens - 1, 0) // sequence_length
 
 
 def num_windows_of_shard(
     num_tokens: int, *, sequence_length: int, shard: int, num_shards: int
 ) -> int:
     """Returns how many windows of ``num_tokens`` training tokens belong to a shard."""
-    num_windows = max(num_tokens - 1, 0) // sequence_length
-    return max(num_windows - shard + num_shards - 1, 0) // num_shards
+    num_all = num_windows(num_tokens, sequence_length)
+    return max(num_all - shard + num_shards - 1, 0) // num_shards
 
 
 def require_batches(
@@ -124,11 +134,8 @@ class ShardedBatches:
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Returns the next batch: inputs and targets, int64 ``[B, T]``, targets one token on."""
         windows = self.windows_at(self.position)
-        length = self._sequence_length
-        batch = np.stack([self._tokens[w * length : w * length + length + 1] for w in windows])
         self.position += 1
-        tokens = torch.from_numpy(batch.astype(np.int64))
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return _batch_of(self._tokens, windows, self._sequence_length)
 
     def windows_at(self, position: int) -> list[int]:
         """Returns the corpus-wide numbers of the windows in the batch at ``position``."""
@@ -174,3 +181,59 @@ class ShardedBatches:
 
     def _geometry(self) -> dict[str, int]:
         return {key: getattr(self, f"_{key}") for key in _GEOMETRY}
+
+
+class LeasedBatches:
+    """Batches of whatever windows this learner has on lease.
+
+    Args:
+        corpus: the run's corpus.
+        data: leases of this learner.
+        data_length: samples of one pass, as served.
+        batch_size: sequences per batch, B.
+        sequence_length: tokens per sequence, T.
+        seed: of the shuffling; with the epoch it fixes the order of all windows.
+
+    Raises:
+        UsageError: CONFIG_CONFLICT where a pass is not the windows of this corpus.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        data: LeasedData,
+        *,
+        data_length: int,
+        batch_size: int,
+        sequence_length: int,
+        seed: int,
+    ) -> None:
+        num_all = num_windows(len(corpus.train), sequence_length)
+        if data_length != num_all:
+            raise UsageError(
+                Reason.CONFIG_CONFLICT,
+                f"data_length is {data_length}, but the corpus has {num_all} sequences of "
+                f"{sequence_length} tokens; start the synchronizer with --data-length {num_all}",
+            )
+        self._tokens = corpus.train
+        self._data = data
+        self._batch_size = batch_size
+        self._sequence_length = sequence_length
+        self._seed = seed
+
+    def next_batch(self, give_up: Callable[[], bool]) -> tuple[Tensor, Tensor] | None:
+        """Returns the next batch as ``ShardedBatches.next_batch``; None where there is none.
+
+        Args:
+            give_up: looked at while a lease is waited for.
+        """
+        samples = self._data.batch(self._batch_size, shuffle_seed=self._seed, give_up=give_up)
+        if samples is None:
+            return None
+        return _batch_of(self._tokens, [index for _, index in samples], self._sequence_length)
+
+
+def _batch_of(tokens: Tokens, windows: list[int], length: int) -> tuple[Tensor, Tensor]:
+    batch = np.stack([tokens[w * length : w * length + length + 1] for w in windows])
+    found = torch.from_numpy(batch.astype(np.int64))
+    return found[:, :-1].contiguous(), found[:, 1:].contiguous()

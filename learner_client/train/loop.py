@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -21,7 +21,7 @@ from learner_client.learner import Learner
 from learner_client.settings import LearnerSettings
 from learner_client.snapshots import SnapshotDirectory
 from learner_client.train.applied import AppliedVersions
-from learner_client.train.data import ShardedBatches
+from learner_client.train.data import LeasedBatches, ShardedBatches
 from learner_client.train.device import compute_precision, resolve_device
 from learner_client.train.model import Transformer, token_loss
 from learner_client.train.optimizer import build_optimizer, set_learning_rate
@@ -32,6 +32,10 @@ from learner_client.training_state import SavedLearner, TrainingState, load_trai
 from learner_client.transport.calls import num_calls
 
 logger = logging.getLogger(__name__)
+
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and targets, int64 ``[B, T]``."""
 
 
 class ScheduleClock:
@@ -162,25 +166,43 @@ class Trainer:
         return True
 
     def _train(self, learner: Learner) -> None:
-        trainer = self._setup.trainer
-        batches = ShardedBatches(
-            self._setup.corpus,
-            shard=learner.shard,
-            num_shards=self._setup.run.num_learners,
-            batch_size=trainer.batch_size,
-            sequence_length=trainer.sequence_length,
-            seed=trainer.seed,
-        )
-        batches.position = learner.local_step
+        next_batch = self._batches(learner)
         self._stop.heed()
         while not (learner.finished or learner.draining or self._stop.is_set()):
             began = time.perf_counter()
-            inputs, targets = batches.next_batch()
+            batch = next_batch()
+            if batch is None:
+                return
+            inputs, targets = batch
             loss = self._inner_step(learner, inputs, targets)
             self._keep_pace(began)
             computed = time.perf_counter()
             learner.step(num_tokens=inputs.numel(), loss=loss)
             self._record(learner, loss, inputs.numel(), began, computed)
+
+    def _batches(self, learner: Learner) -> Callable[[], Batch | None]:
+        """What gives the next batch; None where no more comes."""
+        trainer, run = self._setup.trainer, self._setup.run
+        if run.data_mode == "leases":
+            leased = LeasedBatches(
+                self._setup.corpus,
+                learner.data,
+                data_length=run.data_length,
+                batch_size=trainer.batch_size,
+                sequence_length=trainer.sequence_length,
+                seed=trainer.seed,
+            )
+            return lambda: leased.next_batch(self._stop.is_set)
+        batches = ShardedBatches(
+            self._setup.corpus,
+            shard=learner.shard,
+            num_shards=run.num_learners,
+            batch_size=trainer.batch_size,
+            sequence_length=trainer.sequence_length,
+            seed=trainer.seed,
+        )
+        batches.position = learner.local_step
+        return batches.next_batch
 
     def _inner_step(self, learner: Learner, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """One step of the inner optimizer; returns the loss in nats per token."""

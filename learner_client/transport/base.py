@@ -37,6 +37,11 @@ class Transport(Protocol):
     ) -> AsyncGenerator[synchronizer_pb2.WatchResponse, None]:
         """Opens the stream of updates."""
 
+    async def lease_data(
+        self, request: synchronizer_pb2.LeaseDataRequest
+    ) -> synchronizer_pb2.LeaseDataResponse:
+        """Asks for a range of the training data."""
+
     async def leave(self, request: synchronizer_pb2.LeaveRequest) -> synchronizer_pb2.LeaveResponse:
         """Says goodbye."""
 

@@ -11,6 +11,7 @@ import grpc.aio
 from decoupled_diloco.channel import (
     ADMIN_DEADLINE_S,
     JOIN_DEADLINE_S,
+    LEASE_DEADLINE_S,
     LEAVE_DEADLINE_S,
     error_from_rpc,
     open_channel,
@@ -76,6 +77,12 @@ class GrpcTransport:
         """See ``Transport``."""
         async for response in _stream(self._bulk_stub.Watch(request)):
             yield response
+
+    async def lease_data(
+        self, request: synchronizer_pb2.LeaseDataRequest
+    ) -> synchronizer_pb2.LeaseDataResponse:
+        """See ``Transport``."""
+        return await _mapped(self._control_stub.LeaseData(request, timeout=LEASE_DEADLINE_S))
 
     async def leave(self, request: synchronizer_pb2.LeaveRequest) -> synchronizer_pb2.LeaveResponse:
         """See ``Transport``."""

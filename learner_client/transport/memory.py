@@ -62,6 +62,13 @@ class SynchronizerService(Protocol):
     ) -> AsyncIterator[synchronizer_pb2.WatchResponse]:
         """See the proto."""
 
+    async def LeaseData(  # noqa: N802
+        self,
+        request: synchronizer_pb2.LeaseDataRequest,
+        context: _Context,
+    ) -> synchronizer_pb2.LeaseDataResponse:
+        """See the proto."""
+
     async def Leave(  # noqa: N802
         self,
         request: synchronizer_pb2.LeaveRequest,
@@ -226,6 +233,12 @@ class InMemoryTransport:
     ) -> AsyncGenerator[synchronizer_pb2.WatchResponse, None]:
         """See ``Transport``."""
         return self._stream(lambda context: self._service.Watch(request, context))
+
+    async def lease_data(
+        self, request: synchronizer_pb2.LeaseDataRequest
+    ) -> synchronizer_pb2.LeaseDataResponse:
+        """See ``Transport``."""
+        return await self._unary(lambda context: self._service.LeaseData(request, context))
 
     async def leave(self, request: synchronizer_pb2.LeaveRequest) -> synchronizer_pb2.LeaveResponse:
         """See ``Transport``."""

@@ -67,6 +67,12 @@ class SwitchingTransport:
         """See ``Transport``."""
         return self._opened().watch(request)
 
+    async def lease_data(
+        self, request: synchronizer_pb2.LeaseDataRequest
+    ) -> synchronizer_pb2.LeaseDataResponse:
+        """See ``Transport``."""
+        return await self._opened().lease_data(request)
+
     async def leave(self, request: synchronizer_pb2.LeaveRequest) -> synchronizer_pb2.LeaveResponse:
         """See ``Transport``."""
         return await self._opened().leave(request)

@@ -38,6 +38,7 @@ RESOLVE_INTERVAL_S: Final = 1.0
 
 JOIN_DEADLINE_S: Final = 30.0
 LEAVE_DEADLINE_S: Final = 5.0
+LEASE_DEADLINE_S: Final = 10.0
 ADMIN_DEADLINE_S: Final = 10.0
 PROGRESS_TIMEOUT_S: Final = 30.0
 """A bulk stream on which no byte moved for so long is given up and resumed."""

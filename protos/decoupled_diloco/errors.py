@@ -78,6 +78,7 @@ class Reason(StrEnum):
     OFFSET_MISMATCH = "OFFSET_MISMATCH"
     OUT_OF_MEMORY_BUDGET = "OUT_OF_MEMORY_BUDGET"
     MALFORMED = "MALFORMED"
+    ROLLED_BACK = "ROLLED_BACK"
     # updates
     DIGEST_MISMATCH = "DIGEST_MISMATCH"
     # recovery, data, snapshots
@@ -171,6 +172,7 @@ CATALOGUE: Final[dict[Reason, Entry]] = {
         status="RESOURCE_EXHAUSTED", exit_code=EXIT_RETRY, retry=True
     ),
     Reason.MALFORMED: _BAD_PUSH,
+    Reason.ROLLED_BACK: _DROPPED,
     Reason.DIGEST_MISMATCH: _BAD_BYTES,
     Reason.NO_DONOR: _LATER,
     Reason.RECOVERY_VOID: _DROPPED,

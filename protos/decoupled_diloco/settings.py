@@ -32,7 +32,7 @@ class RunSettings:
 
     run_id: str = setting("run", "name of the run; a store holds one run")
     num_learners: int = setting(
-        4, "planned learners, M: also the number of data shards; more are refused"
+        4, "planned learners, M: also the number of data shards; more join with data leases only"
     )
     quorum: int = setting(
         1, "minimum quorum, K: a round needs that many; higher waits for slow and dead learners"
@@ -97,8 +97,10 @@ class RunSettings:
     norm_bound_factor: float = setting(
         50.0, "an outer gradient with a norm this many times the fragment's usual one is refused"
     )
-    data: str = setting(
-        "shards", "shards: one fixed shard per learner; leases: ranges are handed out, see docs"
+    data_mode: str = setting(
+        "shards",
+        "shards: one fixed data shard per planned learner; leases: ranges of the data are handed "
+        "out, any number of learners may join, and what a dead one had not merged goes to others",
     )
     data_length: int = setting(0, "samples of one pass over leased data; 0 for data without end")
     data_lease_length: int = setting(256, "samples of one data lease")
@@ -123,7 +125,7 @@ class RunSettings:
         _one_of("merge", self.merge, MERGE_METHODS)
         _one_of("granularity", self.granularity, GRANULARITIES)
         _one_of("replication", self.replication, REPLICATIONS)
-        _one_of("data", self.data, DATA_MODES)
+        _one_of("data_mode", self.data_mode, DATA_MODES)
         if not self.run_id or any(c in self.run_id for c in "/\\{}: \t\n"):
             raise UsageError(
                 Reason.CONFIG_INVALID,

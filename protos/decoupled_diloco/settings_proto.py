@@ -25,7 +25,7 @@ def settings_to_proto(settings: RunSettings) -> types_pb2.RunSettings:
         push_timeout_seconds=settings.push_timeout_s,
         trainer_json=settings.trainer_json,
         lease_timeout_seconds=settings.lease_timeout_s,
-        data=settings.data,
+        data=settings.data_mode,
         data_length=settings.data_length,
         data_lease_length=settings.data_lease_length,
     )
@@ -54,7 +54,7 @@ def settings_from_proto(message: types_pb2.RunSettings) -> RunSettings:
         push_floor_s=min(message.push_timeout_seconds, 1.0),
         trainer_json=message.trainer_json,
         lease_timeout_s=message.lease_timeout_seconds,
-        data=message.data,
+        data_mode=message.data,
         data_length=message.data_length,
         data_lease_length=message.data_lease_length,
     )

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from decoupled_diloco.errors import Reason
-from decoupled_diloco.versions import Incarnation
+from decoupled_diloco.versions import Incarnation, Version
+from synchronizer_server.core.data_records import DataLease, DataRange, DataTotals
 from synchronizer_server.core.events import PushKey
 from synchronizer_server.core.records import ContributionRecord, DropRecord
 
@@ -75,6 +76,15 @@ class CloseStream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrantData:
+    """Tell this incarnation which range of the data it has; None: nothing before more is merged."""
+
+    learner_id: str
+    incarnation: Incarnation
+    lease: DataLease | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagePush:
     """Receive the bytes of this push."""
 
@@ -108,10 +118,18 @@ class AnswerPush:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeRound:
-    """Compute the outer step of a full round from what was accumulated."""
+    """Compute the outer step of a full round from what was accumulated.
+
+    Attributes:
+        global_step: the round.
+        fragment: its fragment.
+        roll_back_to: where an operator puts the fragment back: the retained version whose copy is
+            published anew, with residual and momentum zero; nothing was accumulated then.
+    """
 
     global_step: int
     fragment: int
+    roll_back_to: Version | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +155,9 @@ class RoundSummary:
         grace_s: grace window granted, seconds.
         measured_h: inner steps of the median live learner since this fragment's merge before;
             None where there was none.
+        merged_data: ranges of leased data that are in every fragment from this round on.
+        data_totals: where leased data stands with this round; None where shards are fixed.
+        rolled_back: why an operator put the fragment back in this round; empty in all others.
     """
 
     global_step: int
@@ -148,6 +169,9 @@ class RoundSummary:
     quorum_s: float
     grace_s: float
     measured_h: float | None
+    merged_data: tuple[DataRange, ...] = ()
+    data_totals: DataTotals | None = None
+    rolled_back: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +269,42 @@ class EndSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineChanged:
+    """A learner is left out for a while, or (reason empty) is tried again.
+
+    Attributes:
+        reason: why, for people; empty where it is over.
+        seconds: for how long.
+    """
+
+    learner_id: str
+    incarnation: Incarnation
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountersCut:
+    """A learner claims counters that it cannot have; its weight is cut down. Said once in a row.
+
+    Attributes:
+        detail: what was claimed and what counts.
+    """
+
+    learner_id: str
+    incarnation: Incarnation
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollBackFailed:
+    """A fragment could not be put back after all."""
+
+    fragment: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
     """The last round is published, or a drain has nothing left to finish."""
 
@@ -253,6 +313,7 @@ class Completed:
 
 Effect = (
     GrantSeed
+    | GrantData
     | SendPull
     | SendSchedule
     | SendStop
@@ -271,5 +332,8 @@ Effect = (
     | BeginSnapshot
     | KeepSnapshot
     | EndSnapshot
+    | QuarantineChanged
+    | CountersCut
+    | RollBackFailed
     | Completed
 )

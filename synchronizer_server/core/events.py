@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from decoupled_diloco.errors import Reason
 from decoupled_diloco.versions import Incarnation, Version
+from synchronizer_server.core.data_records import DataLease
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,11 +32,19 @@ class PushKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerJoined:
-    """Membership granted an incarnation; every earlier one of this learner is fenced."""
+    """Membership granted an incarnation; every earlier one of this learner is fenced.
+
+    Attributes:
+        shard: its number, and data shard.
+        previous: incarnation of the same process before, if it had one.
+        claims: data leases that this process holds since then.
+    """
 
     learner_id: str
     incarnation: Incarnation
     shard: int
+    previous: Incarnation | None = None
+    claims: tuple[DataLease, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +90,8 @@ class StepReported:
         num_tokens: tokens trained in them.
         known_global_steps: global step of the version it has applied, by fragment.
         loss: training loss in nats per token, where it told.
+        data_lease_id: data lease in use; 0 without one.
+        data_position: first position of it that is not trained.
     """
 
     learner_id: str
@@ -90,6 +101,17 @@ class StepReported:
     num_tokens: int
     known_global_steps: tuple[int, ...] = ()
     loss: float | None = None
+    data_lease_id: int = 0
+    data_position: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRequested:
+    """The learner asks for a range of the data; a repeated request is one."""
+
+    learner_id: str
+    incarnation: Incarnation
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +155,15 @@ class PushProgressed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushStaged:
-    """A push is whole and valid: digest, size and finiteness are checked."""
+    """A push is whole and valid: digest, size and finiteness are checked.
+
+    Attributes:
+        key: names the push.
+        norm: L2 norm of the outer gradient; its bound is checked here.
+    """
 
     key: PushKey
+    norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +246,26 @@ class QuorumSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RollBack:
+    """An operator puts a fragment back; `SynchronizerCore.roll_back_refusal` was asked before.
+
+    Attributes:
+        fragment: the fragment.
+        reason: why, in the operator's words.
+    """
+
+    fragment: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedForbidden:
+    """A joiner holds merged versions of this run: it must not be seeded again."""
+
+    learner_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainStarted:
     """The synchronizer is to stop: no round opens any more, those in flight are finished."""
 
@@ -263,6 +311,7 @@ Event = (
     | LearnerLeft
     | Heard
     | StepReported
+    | DataRequested
     | PullDeclined
     | PushOpened
     | PushProgressed
@@ -275,6 +324,8 @@ Event = (
     | PersistFailed
     | RoundHeld
     | QuorumSet
+    | RollBack
+    | SeedForbidden
     | DrainStarted
     | SnapshotWanted
     | SnapshotRecorded

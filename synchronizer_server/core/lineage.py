@@ -54,6 +54,25 @@ class Lineage:
         """A new version is published."""
         self._chains[fragment].append(version)
 
+    def before(self, fragment: int) -> Version | None:
+        """The newest retained version with another content than the current one, or None."""
+        chain = self._chains[fragment]
+        return next((v for v in reversed(chain) if v.digest != chain[-1].digest), None)
+
+    def retains(self, fragment: int, version: Version) -> bool:
+        """Whether a version is the current one or a retained one."""
+        return version in self._chains[fragment]
+
+    def restart(self, fragment: int, version: Version) -> None:
+        """A version is published that replaces those before instead of building on them.
+
+        Nothing older is a base any more: carried over to the new copy, an outer gradient against
+        a replaced one would bring it back.
+        """
+        chain = self._chains[fragment]
+        chain.clear()
+        chain.append(version)
+
     def place(self, fragment: int, version: Version) -> Place:
         """Where ``version`` stands. The digest decides; a number alone proves nothing.
 

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from decoupled_diloco.errors import DilocoError, Reason
-from synchronizer_server.core.effects import AcceptPush, AnswerPush, Outcome, StagePush
+from synchronizer_server.core.counters import credible
+from synchronizer_server.core.effects import (
+    AcceptPush,
+    AnswerPush,
+    CountersCut,
+    Outcome,
+    QuarantineChanged,
+    StagePush,
+)
 from synchronizer_server.core.events import (
     PullDeclined,
     PushFailed,
@@ -22,6 +30,7 @@ from synchronizer_server.core.events import (
 )
 from synchronizer_server.core.lineage import Place
 from synchronizer_server.core.records import ContributionRecord
+from synchronizer_server.core.roster import Learner
 from synchronizer_server.core.rounds import Pending, Round, RoundState
 from synchronizer_server.core.state import CoreState
 from synchronizer_server.core.weights import contribution_weight
@@ -38,7 +47,8 @@ class Verdict:
     message: str
 
 
-def _dropped(reason: Reason, message: str) -> Verdict:
+def dropped(reason: Reason, message: str) -> Verdict:
+    """The verdict on a push that is left out, nothing being wrong with it."""
     return Verdict(Outcome.DROPPED, reason, message)
 
 
@@ -93,14 +103,24 @@ class PushDesk:
             return
         if pending.header is None:
             return  # an earlier push of this round, answered before the learner was asked again
+        bound = self.state.scale.bound(key.fragment, pending.header.num_steps)
+        if bound is not None and event.norm > bound:
+            message = (
+                f"norm {event.norm:.6g} of the outer gradient is above {bound:.6g}, "
+                f"{self.state.settings.norm_bound_factor:g} times what is usual for fragment "
+                f"{key.fragment}; look at the learner's loss and inner learning rate, or raise "
+                "norm_bound_factor"
+            )
+            self.drop(round_, key.learner_id, _refused(Reason.NORM_BOUND, message))
+            return
         # Checked with its header; a fragment changes by its own round alone, so it still holds.
-        self._accept(round_, pending.header, now)
+        self._accept(round_, pending.header, event.norm, now)
 
     def failed(self, event: PushFailed) -> None:
         """A push was found wrong, or did not come."""
         if event.key in self._answers:
             return
-        make = _refused if event.refused else _dropped
+        make = _refused if event.refused else dropped
         verdict = make(event.reason, event.message)
         round_, pending = self._asked(event.key)
         if round_ is None or pending is None:
@@ -113,7 +133,7 @@ class PushDesk:
         round_ = self.state.round(event.global_step)
         pending = round_.pending.get(event.learner_id) if round_ else None
         if round_ is not None and pending is not None and pending.incarnation == event.incarnation:
-            self.drop(round_, event.learner_id, _dropped(event.reason, "the learner declined"))
+            self.drop(round_, event.learner_id, dropped(event.reason, "the learner declined"))
 
     def drop_late(self, now: float) -> None:
         """Drops every contributor that is too late."""
@@ -128,19 +148,40 @@ class PushDesk:
                     # gets more. Without this a slow link could never show its usual time.
                     learner.transfer_s = max(learner.transfer_s or 0.0, pending.limit_s)
                 message = f"not complete within {pending.limit_s:.2f} s of being asked"
-                self.drop(round_, learner_id, _dropped(reason, message))
+                self.drop(round_, learner_id, dropped(reason, message))
 
     def drop_learner(self, learner_id: str, reason: Reason, message: str) -> None:
         """A learner is gone or fenced: drops it from every round at once."""
         for round_ in self.state.rounds:
             if learner_id in round_.pending:
-                self.drop(round_, learner_id, _dropped(reason, message))
+                self.drop(round_, learner_id, dropped(reason, message))
 
     def drop(self, round_: Round, learner_id: str, verdict: Verdict) -> None:
         """Takes a learner out of a round and answers its push, if it has one or sends one yet."""
         pending = round_.drop(learner_id, verdict.reason)
         key = PushKey(learner_id, pending.incarnation, round_.global_step, round_.fragment)
         self.settle(key, verdict)
+        quarantine = self.state.quarantine
+        learner = self.state.roster.current(learner_id, pending.incarnation)
+        if learner is not None and quarantine.counts(verdict.reason, pending.limit_s):
+            seconds = quarantine.failed(learner_id, self.state.now)
+            if seconds is not None:
+                self._leave_out(learner, verdict.reason, seconds)
+
+    def _leave_out(self, learner: Learner, reason: Reason, seconds: float) -> None:
+        """It failed to deliver too often in a row: nobody asks it, or waits for it, for a while."""
+        num_failures = self.state.quarantine.num_failures(learner.learner_id)
+        detail = f"{reason} was the last of {num_failures} pushes in a row that did not come right"
+        self.state.roster.leave_out(learner, detail)
+        self.state.effects.append(
+            QuarantineChanged(
+                learner_id=learner.learner_id,
+                incarnation=learner.incarnation,
+                reason=detail,
+                seconds=seconds,
+            )
+        )
+        self.drop_learner(learner.learner_id, Reason.QUARANTINED, detail)
 
     def settle(self, key: PushKey, verdict: Verdict) -> None:
         """Answers a push that is not accepted, counts it, remembers the answer."""
@@ -180,9 +221,12 @@ class PushDesk:
         while len(self._answers) > _MAX_ANSWERS:
             self._answers.popitem(last=False)
 
-    def _accept(self, round_: Round, header: PushOpened, now: float) -> None:
-        key = header.key
+    def _accept(self, round_: Round, claimed: PushOpened, norm: float, now: float) -> None:
+        key = claimed.key
         pending = round_.pending.pop(key.learner_id)
+        learner = self.state.roster.current(key.learner_id, key.incarnation)
+        assert learner is not None, "checked"
+        header = self._bounded(claimed, learner, now)
         weight = contribution_weight(header.num_tokens, header.num_steps)
         round_.dropped.pop(key.learner_id, None)
         round_.accepted[key.learner_id] = ContributionRecord(
@@ -194,16 +238,39 @@ class PushDesk:
             num_steps=header.num_steps,
             weight=weight,
         )
-        learner = self.state.roster.current(key.learner_id, key.incarnation)
-        assert learner is not None, "checked"
         learner.observe_transfer(now - pending.asked_at)
         learner.num_accepted += 1
         learner.num_tokens_merged += header.num_tokens
+        learner.merged_steps[key.fragment] = header.local_step
+        self.state.scale.observe(key.fragment, key.learner_id, norm, header.num_steps)
+        self.state.quarantine.accepted(key.learner_id)
         self.state.lineage.contribute(key.fragment, key.learner_id, key.global_step)
         rebase = self.state.lineage.place(key.fragment, header.base) is Place.RETAINED
         again = Verdict(Outcome.ACCEPTED, Reason.DUPLICATE, "this push was accepted before")
         self._remember(key, again)
         self.state.effects.append(AcceptPush(key=key, weight=weight, rebase=rebase))
+
+    def _bounded(self, claimed: PushOpened, learner: Learner, now: float) -> PushOpened:
+        """The header with counters that can be; tells once where its learner claims others."""
+        state = self.state
+        header = credible(
+            claimed, learner, state.roster.taking_part(), step_s=state.pace.step_s, now=now
+        )
+        cut = header != claimed
+        if cut and not learner.counters_cut:
+            learner.last_reason = str(Reason.BAD_COUNTERS)
+            detail = (
+                f"{Reason.BAD_COUNTERS}: claims {claimed.num_tokens} tokens in "
+                f"{claimed.num_steps} steps at local step {claimed.local_step}; by its reports "
+                f"{header.num_tokens} in {header.num_steps} at {header.local_step} count"
+            )
+            state.effects.append(
+                CountersCut(
+                    learner_id=learner.learner_id, incarnation=learner.incarnation, detail=detail
+                )
+            )
+        learner.counters_cut = cut
+        return header
 
     def _check(self, event: PushOpened) -> Verdict | None:
         """Returns why this push cannot be accepted, or None."""
@@ -236,11 +303,11 @@ class PushDesk:
         place = lineage.place(key.fragment, event.base)
         ours = lineage.current(key.fragment)
         if place is Place.FOREIGN:
-            return _dropped(
+            return dropped(
                 Reason.BASE_MISMATCH, f"base {event.base} is not on our lineage ({ours}); watch"
             )
         if place is Place.STALE:
-            return _dropped(
+            return dropped(
                 Reason.STALE_BASE, f"base {event.base} is no longer retained, now {ours}; watch"
             )
         if lineage.contributed_since(key.fragment, key.learner_id, event.base):
@@ -254,14 +321,14 @@ class PushDesk:
         round_ = self.state.round(key.global_step)
         asked = round_ is None or not round_.collecting
         if asked and 0 < key.global_step <= self.state.last_opened:
-            return _dropped(Reason.TOO_LATE, f"round {key.global_step} no longer waits for it")
+            return dropped(Reason.TOO_LATE, f"round {key.global_step} no longer waits for it")
         return _refused(Reason.NOT_ASKED, f"nobody asked for round {key.global_step}")
 
 
 def _check_counters(event: PushOpened) -> Verdict | None:
     tokens, steps = event.num_tokens, event.num_steps
     if steps == 0 or tokens == 0:
-        return _dropped(Reason.NOT_READY, "no tokens trained since the last update")
+        return dropped(Reason.NOT_READY, "no tokens trained since the last update")
     if steps > event.local_step:
         return _refused(
             Reason.BAD_COUNTERS, f"{steps} steps at local step {event.local_step} cannot be"

@@ -20,6 +20,8 @@ from synchronizer_server.core.events import LearnerJoined, StepReported
 _INTERVALS: Final = 5
 _MOST_ABOVE_LOW: Final = 1.1
 _RATE_SMOOTHING: Final = 0.2
+_FEWEST_TO_COMPARE: Final = 3
+_FASTEST: Final = 32.0
 
 
 class LearnerState(StrEnum):
@@ -59,6 +61,11 @@ class Learner:
         num_refused: pushes refused.
         last_reason: why the last push that was not accepted was not.
         num_tokens_merged: sum of the tokens of its contributions, over all fragments.
+        lease_lost: True once its data is handed out to others: nothing of this life is merged.
+        most_tokens_per_step: the most that it ever reported.
+        merged_steps: by fragment, its local step at its last contribution.
+        counters_cut: True while its pushes claim more than it can have.
+        quarantine: why it is left out for a while; empty where it is not.
     """
 
     learner_id: str
@@ -82,6 +89,11 @@ class Learner:
     num_refused: int = 0
     last_reason: str = ""
     num_tokens_merged: int = 0
+    lease_lost: bool = False
+    most_tokens_per_step: float = 0.0
+    merged_steps: dict[int, int] = field(default_factory=dict)
+    counters_cut: bool = False
+    quarantine: str = ""
 
     @property
     def live(self) -> bool:
@@ -89,9 +101,14 @@ class Learner:
         return self.state is LearnerState.LIVE
 
     @property
+    def takes_part(self) -> bool:
+        """True while it is live and not left out."""
+        return self.live and not self.quarantine
+
+    @property
     def fresh(self) -> bool:
         """True where it has stepped since it was last asked: one local step serves one round."""
-        return self.live and self.local_step > self.asked_step
+        return self.takes_part and self.local_step > self.asked_step
 
     def observe_transfer(self, seconds: float) -> None:
         """Updates the usual transfer time with one push."""
@@ -108,9 +125,13 @@ class Roster:
         self._learners: dict[str, Learner] = {}
         self._live: list[Learner] | None = None
         self._has_expected = False
+        self._taking_part: list[Learner] | None = None
 
     def __iter__(self) -> Iterator[Learner]:
         return iter(self._learners.values())
+
+    def __len__(self) -> int:
+        return len(self._learners)
 
     def find(self, learner_id: str) -> Learner | None:
         """Returns the learner, whatever its incarnation."""
@@ -127,7 +148,8 @@ class Roster:
         """Why this incarnation may not act now; None where it may.
 
         FENCED where a later one has joined, and that process must stop; STALE_TERM and
-        UNKNOWN_LEARNER where the same process is to join again.
+        UNKNOWN_LEARNER where the same process is to join again; LEASE_LOST where it is to do so
+        without what it has trained and is not merged.
         """
         known = self._learners.get(learner_id)
         if known is None or known.incarnation < incarnation:
@@ -141,6 +163,11 @@ class Roster:
             return Reason.STALE_TERM, (
                 f"incarnation {incarnation} is of an earlier term, {term} leads; join again"
             )
+        if known.lease_lost:
+            return Reason.LEASE_LOST, (
+                f"{learner_id} was silent for too long and its data is handed out again; join "
+                "again, without what is not merged"
+            )
         return None
 
     def live(self) -> Sequence[Learner]:
@@ -149,13 +176,25 @@ class Roster:
             self._live = sorted((x for x in self if x.live), key=lambda x: x.learner_id)
         return self._live
 
+    def taking_part(self) -> Sequence[Learner]:
+        """Live learners that are not left out, by id: they are asked, and waited for."""
+        if self._taking_part is None:
+            self._taking_part = [x for x in self.live() if x.takes_part]
+        return self._taking_part
+
     def move(self, learner: Learner, state: LearnerState) -> None:
         """Changes where a learner stands."""
         learner.state = state
-        self._live = None
+        self._live = self._taking_part = None
+
+    def leave_out(self, learner: Learner, reason: str) -> None:
+        """Leaves a learner out, or (reason empty) no longer."""
+        learner.quarantine = reason
+        self._taking_part = None
 
     def restore(self, learner_id: str, *, incarnation: Incarnation, shard: int, local_step: int,
-                num_tokens_merged: int, heard_at: float, expected: bool) -> None:  # fmt: skip
+                num_tokens: int, num_tokens_merged: int, heard_at: float,
+                expected: bool) -> None:  # fmt: skip
         """Puts a learner back that a record knows.
 
         Expected, where the membership heard it not long ago, else disconnected, until it joins
@@ -170,6 +209,7 @@ class Roster:
             state=LearnerState.EXPECTED if expected else LearnerState.DISCONNECTED,
             local_step=local_step,
             asked_step=local_step,
+            num_tokens=num_tokens,
             num_tokens_merged=num_tokens_merged,
         )
 
@@ -195,8 +235,12 @@ class Roster:
             learner.num_dropped = before.num_dropped
             learner.num_refused = before.num_refused
             learner.last_reason = before.last_reason
+            learner.most_tokens_per_step = before.most_tokens_per_step
+            learner.merged_steps = before.merged_steps
+            learner.counters_cut = before.counters_cut
+            learner.quarantine = before.quarantine
         self._learners[event.learner_id] = learner
-        self._live = None
+        self._live = self._taking_part = None
         return learner
 
     def opened(self, learner: Learner, now: float) -> None:
@@ -228,6 +272,9 @@ class Roster:
         learner.stepped = True
         learner.local_step = event.local_step
         learner.num_tokens += event.num_tokens
+        learner.most_tokens_per_step = max(
+            learner.most_tokens_per_step, event.num_tokens / event.num_steps
+        )
         if event.known_global_steps:
             learner.known_global_steps = event.known_global_steps
         learner.loss = event.loss if event.loss is not None else learner.loss
@@ -248,12 +295,17 @@ class Roster:
         return min([x.heard_at for x in here]) + timeout_s if here else None
 
     def median_step_s(self) -> float | None:
-        """Median over live learners of their own recent step time, seconds; None before any.
+        """Median over the learners that take part of their own recent step time, seconds.
 
-        Of an even number the mean of the two in the middle, but hardly above the faster one: else
-        one slow learner of two would set the pace of the fleet.
+        None before any. Of an even number the mean of the two in the middle, but hardly above the
+        faster one: else one slow learner of two would set the pace of the fleet. Of three and more
+        each counts with no less than 1/32 of the median: nobody steps that much faster, and who
+        says so must not set the pace.
         """
-        recent = [x.step_s for x in self.live() if x.step_s is not None]
+        recent = [x.step_s for x in self.taking_part() if x.step_s is not None]
         if not recent:
             return None
+        if len(recent) >= _FEWEST_TO_COMPARE:
+            shortest = statistics.median(recent) / _FASTEST
+            recent = [max(x, shortest) for x in recent]
         return min(statistics.median(recent), _MOST_ABOVE_LOW * statistics.median_low(recent))

@@ -12,6 +12,7 @@ from typing import Final
 
 from decoupled_diloco.errors import Reason
 from decoupled_diloco.versions import Incarnation, Version
+from synchronizer_server.core.data_records import DataRange, DataTotals
 from synchronizer_server.core.effects import RoundSummary
 from synchronizer_server.core.events import PushOpened
 from synchronizer_server.core.records import ContributionRecord, DropRecord
@@ -46,20 +47,25 @@ class RoundInput(StrEnum):
     EARLIER_COLLECTS = "earlier_collects"
     RESUMED = "resumed"
     ABANDON = "abandon"
+    ROLL_BACK = "roll_back"
 
 
 TRANSITIONS: Final[dict[tuple[RoundState, RoundInput], RoundState]] = {
     (RoundState.COLLECTING, RoundInput.QUORUM_REACHED): RoundState.GRACE,
     (RoundState.COLLECTING, RoundInput.EARLIER_COLLECTS): RoundState.SUSPENDED,
     (RoundState.COLLECTING, RoundInput.ABANDON): RoundState.ABANDONED,
+    (RoundState.COLLECTING, RoundInput.ROLL_BACK): RoundState.MERGING,
     (RoundState.SUSPENDED, RoundInput.RESUMED): RoundState.COLLECTING,
     (RoundState.SUSPENDED, RoundInput.ABANDON): RoundState.ABANDONED,
+    (RoundState.SUSPENDED, RoundInput.ROLL_BACK): RoundState.MERGING,
     (RoundState.GRACE, RoundInput.GRACE_OVER): RoundState.PULLING,
     (RoundState.GRACE, RoundInput.QUORUM_LOST): RoundState.COLLECTING,
     (RoundState.GRACE, RoundInput.EARLIER_COLLECTS): RoundState.SUSPENDED,
     (RoundState.GRACE, RoundInput.ABANDON): RoundState.ABANDONED,
+    (RoundState.GRACE, RoundInput.ROLL_BACK): RoundState.MERGING,
     (RoundState.PULLING, RoundInput.TOO_FEW_ACCEPTED): RoundState.COLLECTING,
     (RoundState.PULLING, RoundInput.FULL): RoundState.MERGING,
+    (RoundState.PULLING, RoundInput.ROLL_BACK): RoundState.MERGING,
     (RoundState.MERGING, RoundInput.MERGED): RoundState.MERGED,
     (RoundState.MERGED, RoundInput.IN_TURN): RoundState.PERSISTING,
     (RoundState.PERSISTING, RoundInput.PERSISTED): RoundState.PUBLISHED,
@@ -117,6 +123,9 @@ class Round:
         persisted_as: what is being persisted; the same is published.
         retry_at: no attempt to persist before that, seconds.
         measured_h: inner steps since the fragment's merge before, of the median learner.
+        merged_data: ranges of leased data that are in every fragment from this round on.
+        data_totals: where leased data stands with this round.
+        rolled_back: why an operator put the fragment back in this round; empty in all others.
     """
 
     global_step: int
@@ -136,6 +145,9 @@ class Round:
     persisted_as: RoundSummary | None = None
     retry_at: float = 0.0
     measured_h: float | None = None
+    merged_data: tuple[DataRange, ...] = ()
+    data_totals: DataTotals | None = None
+    rolled_back: str = ""
 
     def move(self, what: RoundInput) -> None:
         """Takes a transition of the table."""
@@ -175,6 +187,9 @@ class Round:
             quorum_s=self.quorum_s,
             grace_s=self.grace_s,
             measured_h=self.measured_h,
+            merged_data=self.merged_data,
+            data_totals=self.data_totals,
+            rolled_back=self.rolled_back,
         )
 
 

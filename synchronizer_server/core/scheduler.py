@@ -6,17 +6,20 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from decoupled_diloco.errors import Reason
 from synchronizer_server.core.effects import (
     Completed,
     MergeRound,
     PersistRound,
     PublishRound,
+    RollBackFailed,
+    RoundSummary,
     SendPull,
     SendSchedule,
     SendStop,
 )
 from synchronizer_server.core.events import PersistFailed, PushKey, RoundMerged, RoundPersisted
-from synchronizer_server.core.pushes import PushDesk
+from synchronizer_server.core.pushes import PushDesk, dropped
 from synchronizer_server.core.roster import Learner, LearnerState
 from synchronizer_server.core.rounds import Pending, Round, RoundInput, RoundState
 from synchronizer_server.core.state import CoreState
@@ -40,12 +43,14 @@ class Scheduler:
         """Takes one transition, oldest round first; False where nothing can move."""
         state = self.state
         for round_ in state.rounds:
+            if self._roll_back(round_, now):
+                return True
             if round_.state is RoundState.PULLING and not round_.pending:
                 self._settle_pulling(round_)
                 return True
             if self._in_turn(round_, now):
                 round_.move(RoundInput.IN_TURN)
-                round_.persisted_as = round_.summary(state.pace.step_s or 0.0)
+                round_.persisted_as = self._summary(round_)
                 state.effects.append(PersistRound(summary=round_.persisted_as))
                 return True
         if state.draining:
@@ -56,6 +61,16 @@ class Scheduler:
         if active.state is RoundState.COLLECTING:
             return self._try_quorum(active, now)
         return self._try_end_grace(active, now)
+
+    def _summary(self, round_: Round) -> RoundSummary:
+        """What is persisted; from here on its contributions count for the data that they hold."""
+        state = self.state
+        if state.data is not None:
+            round_.merged_data += state.data.committed(
+                round_.accepted.values(), round_.fragment, state.num_fragments
+            )
+            round_.data_totals = state.data.totals
+        return round_.summary(state.pace.step_s or 0.0)
 
     def _collecting_round(self) -> Round | None:
         """The one round that collects: the oldest; later ones are suspended meanwhile."""
@@ -99,7 +114,7 @@ class Scheduler:
             opened_at=now,
             startup=not state.started,
         )
-        state.started = True
+        state.started = state.started or round_.fragment not in state.roll_backs
         state.rounds.append(round_)
         # Against a plan rather than against the opening before: a round that opened late because
         # it waited for a learner must not put off all later ones, or H would drift upwards.
@@ -117,16 +132,26 @@ class Scheduler:
     # -- quorum and grace ------------------------------------------------------------------------
 
     def candidates(self, round_: Round) -> list[Learner]:
-        """Fresh learners that this round has not accepted yet."""
-        return [
-            x for x in self.state.roster.live() if x.fresh and x.learner_id not in round_.accepted
-        ]
+        """Fresh learners that this round has not accepted yet.
 
-    def absent(self, round_: Round) -> list[Learner]:
-        """Live learners that this round has not accepted and that are not fresh."""
+        One that is tried again after a quarantine is asked for one push at a time.
+        """
         return [
             x
-            for x in self.state.roster.live()
+            for x in self.state.roster.taking_part()
+            if x.fresh and x.learner_id not in round_.accepted and not self._on_trial(x)
+        ]
+
+    def _on_trial(self, learner: Learner) -> bool:
+        return self.state.quarantine.probing(learner.learner_id) and any(
+            learner.learner_id in r.pending for r in self.state.rounds
+        )
+
+    def absent(self, round_: Round) -> list[Learner]:
+        """Learners that take part, are not fresh, and that this round has not accepted."""
+        return [
+            x
+            for x in self.state.roster.taking_part()
             if not x.fresh and x.learner_id not in round_.accepted
         ]
 
@@ -188,7 +213,7 @@ class Scheduler:
         round_.grace_ended_at = now
         if not round_.live:  # not when asking again after falling back
             round_.measured_h = self._measure_h(round_)
-        round_.live = tuple(x.learner_id for x in state.roster.live())
+        round_.live = tuple(x.learner_id for x in state.roster.taking_part())
         for learner in candidates:
             learner.asked_step = learner.local_step
             round_.dropped.pop(learner.learner_id, None)
@@ -218,7 +243,7 @@ class Scheduler:
         """
         state = self.state
         before = state.steps_at_merge.get(round_.fragment, {})
-        now = {x.learner_id: (x.incarnation, x.local_step) for x in state.roster.live()}
+        now = {x.learner_id: (x.incarnation, x.local_step) for x in state.roster.taking_part()}
         steps = [
             step - before[learner_id][1]
             for learner_id, (incarnation, step) in now.items()
@@ -226,6 +251,40 @@ class Scheduler:
         ]
         state.steps_at_merge[round_.fragment] = now
         return float(statistics.median_high(steps)) if steps else None
+
+    # -- an operator's round -----------------------------------------------------------------------
+
+    def _roll_back(self, round_: Round, now: float) -> bool:
+        """Turns a round into one that puts its fragment back; False where nobody wants that.
+
+        One that has accepted somebody stays what it is: acceptance is never undone. The next round
+        of its fragment puts it back then, further behind.
+        """
+        state = self.state
+        order = state.roll_backs.get(round_.fragment)
+        free = round_.collecting or round_.state is RoundState.PULLING
+        if order is None or round_.accepted or not free:
+            return False
+        del state.roll_backs[round_.fragment]
+        if not state.lineage.retains(round_.fragment, order.target):
+            message = f"version {order.target} of fragment {round_.fragment} is no longer retained"
+            state.effects.append(RollBackFailed(fragment=round_.fragment, message=message))
+            return True
+        for learner_id in list(round_.pending):
+            why = f"an operator puts fragment {round_.fragment} back: {order.reason}"
+            self.desk.drop(round_, learner_id, dropped(Reason.ROLLED_BACK, why))
+        self._measure_h(round_)
+        round_.move(RoundInput.ROLL_BACK)
+        round_.rolled_back = order.reason
+        round_.grace_ended_at = now
+        state.effects.append(
+            MergeRound(
+                global_step=round_.global_step,
+                fragment=round_.fragment,
+                roll_back_to=order.target,
+            )
+        )
+        return True
 
     # -- pulling, merging, committing ------------------------------------------------------------
 
@@ -255,9 +314,12 @@ class Scheduler:
         assert round_.persisted_as is not None, "persisting when persisted"
         state.rounds.remove(round_)
         state.committed = round_.global_step
-        state.lineage.advance(round_.fragment, round_.version)
         sync_s = now - round_.grace_ended_at
-        state.pace.observe_sync(sync_s)
+        if round_.rolled_back:
+            state.lineage.restart(round_.fragment, round_.version)
+        else:
+            state.lineage.advance(round_.fragment, round_.version)
+            state.pace.observe_sync(sync_s)
         state.effects.append(PublishRound(summary=round_.persisted_as, sync_s=sync_s))
         self._send_schedule()
 

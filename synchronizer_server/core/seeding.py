@@ -13,7 +13,7 @@ from synchronizer_server.core.effects import (
     PersistSeed,
     PublishSeed,
 )
-from synchronizer_server.core.events import SeedPersisted, SeedStaged
+from synchronizer_server.core.events import SeedForbidden, SeedPersisted, SeedStaged
 from synchronizer_server.core.roster import LearnerState
 from synchronizer_server.core.state import CoreState
 
@@ -27,7 +27,7 @@ class Seeding:
     def joined(self, learner_id: str, incarnation: Incarnation, now: float) -> None:
         """A learner joined: it seeds where nobody does."""
         state = self.state
-        if state.seeded or state.seed_persisting:
+        if state.seeded or state.seed_persisting or state.seed_forbidden:
             return
         if state.seeder is not None and state.seeder[0] != learner_id:
             return
@@ -35,6 +35,15 @@ class Seeding:
         state.seeded_fragments.clear()
         state.seed_progress_at = now
         state.effects.append(GrantSeed(learner_id=learner_id, incarnation=incarnation))
+
+    def forbidden(self, event: SeedForbidden) -> None:
+        """The run was merged before: nobody seeds it, and who was about to is stopped."""
+        state = self.state
+        if state.seeded or state.seed_persisting:
+            return
+        state.seed_forbidden = event.learner_id
+        state.seeded_fragments.clear()
+        state.seeder = None
 
     def lost(self, learner_id: str, incarnation: Incarnation) -> None:
         """A learner is out. If it was the seeder, another one seeds anew."""
@@ -59,7 +68,7 @@ class Seeding:
         at = self.deadline()
         if state.seeder is not None and not state.seed_persisting and at is not None and now >= at:
             self.lost(*state.seeder)
-        if state.seeder is not None or state.draining:
+        if state.seeder is not None or state.draining or state.seed_forbidden:
             return
         for learner in list(state.roster.live()):
             state.roster.move(learner, LearnerState.DISCONNECTED)
@@ -98,6 +107,8 @@ class Seeding:
         state = self.state
         if state.seeded or state.seed_persisting:
             return Reason.ALREADY_MERGED
+        if state.seed_forbidden:
+            return Reason.STORE_LOST
         if state.seeder != (learner_id, incarnation):
             return Reason.NOT_ASKED
         if not 0 <= fragment < state.num_fragments:

@@ -8,11 +8,15 @@ from dataclasses import dataclass, field
 
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Incarnation, Version
+from synchronizer_server.core.data_records import DataRecord, LeaseRecord
 from synchronizer_server.core.effects import Effect
+from synchronizer_server.core.leases import DataLeases
 from synchronizer_server.core.lineage import Lineage
 from synchronizer_server.core.pacing import Pace
+from synchronizer_server.core.quarantine import Quarantine
 from synchronizer_server.core.roster import Roster
 from synchronizer_server.core.rounds import Round
+from synchronizer_server.core.scale import NormScale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +30,12 @@ class Restored:
         shards: data shard by learner id.
         local_steps: highest local step known by learner id.
         tokens_merged: tokens of accepted contributions by learner id.
+        tokens_processed: tokens reported by learner id.
         quorum: K in force.
         ages_s: seconds since the membership last heard each learner that it counts as a member;
             None where it did not answer.
+        data: where the leased data stands.
+        leases: the data on lease.
     """
 
     global_step: int
@@ -39,6 +46,22 @@ class Restored:
     tokens_merged: Mapping[str, int]
     quorum: int
     ages_s: Mapping[str, float] | None = None
+    tokens_processed: Mapping[str, int] = field(default_factory=dict)
+    data: DataRecord = field(default_factory=DataRecord)
+    leases: tuple[LeaseRecord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollBackOrder:
+    """An operator's wish that waits for the next round of its fragment.
+
+    Attributes:
+        target: version whose content comes back.
+        reason: why, in the operator's words.
+    """
+
+    target: Version
+    reason: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +76,9 @@ class CoreState:
         roster: the learners.
         lineage: versions of the fragments.
         pace: moving averages.
+        scale: usual norms of outer gradients.
+        quarantine: who is left out for a while.
+        now: time of the event under way, seconds.
         rounds: rounds in flight, oldest first.
         last_opened: t of the newest round.
         committed: t of the newest published round.
@@ -64,11 +90,15 @@ class CoreState:
         seed_progress_at: when the seeder was granted, or brought its last fragment, seconds.
         seed_retry_at: when to persist the seed again after a failure, seconds; None: no failure.
         held: why the round that is persisted is not published yet, as reason and detail.
+        seed_forbidden: a learner that holds a merged version of this run; empty without one.
+        roll_backs: fragments that an operator puts back, until the round that does it.
         draining: no round opens any more.
         complete: the last round is published, or the drain is done.
         first_step: t of the first round that this synchronizer opens.
         started: True once that round has opened.
         knows_members: True where the membership said who was alive before the first re-join.
+        data: the book of data leases; None where shards are fixed.
+        claims_until: until then leases of before the start are claimed, and none is handed out.
         effects: what the event under way leads to, in order.
     """
 
@@ -79,6 +109,9 @@ class CoreState:
     roster: Roster
     lineage: Lineage
     pace: Pace
+    scale: NormScale
+    quarantine: Quarantine
+    now: float = 0.0
     rounds: list[Round] = field(default_factory=list)
     last_opened: int = 0
     committed: int = 0
@@ -90,11 +123,15 @@ class CoreState:
     seed_progress_at: float = 0.0
     seed_retry_at: float | None = None
     held: tuple[str, str] = ("", "")
+    seed_forbidden: str = ""
+    roll_backs: dict[int, RollBackOrder] = field(default_factory=dict)
     draining: bool = False
     complete: bool = False
     first_step: int = 1
     started: bool = False
     knows_members: bool = False
+    data: DataLeases | None = None
+    claims_until: float = 0.0
     effects: list[Effect] = field(default_factory=list)
 
     @property
@@ -141,8 +178,19 @@ def new_state(
         roster=Roster(),
         lineage=Lineage((), settings.retained_updates),
         pace=Pace(settings, max(num_fragments, 1)),
+        scale=NormScale(settings.norm_bound_factor),
+        quarantine=Quarantine(settings),
+        now=now,
     )
+    if settings.data_mode == "leases":
+        state.data = DataLeases(
+            length=settings.data_length,
+            lease_length=settings.data_lease_length,
+            record=restored.data if restored is not None and restored.data.num_issued else None,
+            leases=restored.leases if restored is not None else (),
+        )
     if restored is not None:
+        state.claims_until = now + settings.heartbeat_timeout_s
         state.quorum = restored.quorum
         state.last_opened = state.committed = restored.global_step
         state.first_step = restored.global_step + 1
@@ -155,6 +203,7 @@ def new_state(
                 incarnation=incarnation,
                 shard=restored.shards[learner_id],
                 local_step=restored.local_steps.get(learner_id, 0),
+                num_tokens=restored.tokens_processed.get(learner_id, 0),
                 num_tokens_merged=restored.tokens_merged.get(learner_id, 0),
                 heard_at=now - ages_s.get(learner_id, 0.0),
                 expected=ages_s.get(learner_id, math.inf) < settings.heartbeat_timeout_s,

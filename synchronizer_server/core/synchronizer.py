@@ -10,18 +10,21 @@ from decoupled_diloco.errors import Reason
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Incarnation
 from synchronizer_server.core import events as ev
+from synchronizer_server.core.data_desk import DataDesk
+from synchronizer_server.core.data_records import DataLease
 from synchronizer_server.core.effects import (
     CloseStream,
     Effect,
     Fence,
     LearnerChanged,
+    QuarantineChanged,
 )
 from synchronizer_server.core.pushes import PushDesk
 from synchronizer_server.core.roster import Learner, LearnerState
 from synchronizer_server.core.scheduler import Scheduler
 from synchronizer_server.core.seeding import Seeding
 from synchronizer_server.core.snapshots import Snapshots
-from synchronizer_server.core.state import CoreState, Restored, new_state
+from synchronizer_server.core.state import CoreState, Restored, RollBackOrder, new_state
 from synchronizer_server.core.waits import Waiting, WaitLog, Waits
 
 _SHORTEST_PATIENCE_S = 1.0
@@ -54,6 +57,7 @@ class SynchronizerCore:
         self._scheduler = Scheduler(self.state, self._desk)
         self._seeding = Seeding(self.state)
         self.snapshots = Snapshots(self.state)
+        self._data = DataDesk(self.state)
         self._wait_log = WaitLog(Waits(self.state, self._scheduler, self.snapshots))
 
     def fix_layout(self, num_fragments: int) -> None:
@@ -65,8 +69,10 @@ class SynchronizerCore:
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Takes an event at time ``now`` and returns what is to be done, in order."""
         assert not self.state.effects, "handle is not re-entrant"
+        self.state.now = now
         self._take(event, now)
         self._expire(now)
+        self._release(now)
         self._seeding.advance(now)
         self._scheduler.advance(now)
         self.snapshots.advance(now)
@@ -82,6 +88,8 @@ class SynchronizerCore:
             *self.snapshots.deadlines(),
             self._seeding.deadline(),
             state.roster.silent_at(state.settings.heartbeat_timeout_s),
+            self._data.expires_at(),
+            state.quarantine.next_at(),
             self._wait_log.next_at(now, self._patience_s()),
         ]
         return min((at for at in times if at is not None), default=None)
@@ -96,14 +104,44 @@ class SynchronizerCore:
         """Why this learner may not push the seed of this fragment; None where it may."""
         return self._seeding.refusal(learner_id, incarnation, fragment)
 
+    def lease_refusal(
+        self,
+        learner_id: str,
+        previous: Incarnation | None,
+        claims: tuple[DataLease, ...],
+        now: float,
+    ) -> str | None:
+        """Why a process that joins again has lost the data leases it claims; None: it has not."""
+        return self._data.why_lost(learner_id, previous, claims, now)
+
+    def roll_back_refusal(self, fragment: int) -> tuple[Reason, str] | None:
+        """Why an operator may not put this fragment back now; None where it may be."""
+        state = self.state
+        if not state.seeded:
+            return Reason.STARTING, "the run has no parameters yet; nothing can be put back"
+        if not 0 <= fragment < state.num_fragments:
+            last = state.num_fragments - 1
+            return Reason.UNKNOWN_FRAGMENT, f"fragment {fragment} of 0 to {last}"
+        if state.draining or state.complete:
+            return Reason.DRAINING, "no round opens any more, so no fragment can be put back"
+        if state.lineage.before(fragment) is None:
+            return Reason.STALE_BASE, (
+                f"nothing older of fragment {fragment} is retained: it was not updated since this "
+                "synchronizer started, or since it was put back"
+            )
+        return None
+
     def shard_for(self, learner_id: str) -> int | None:
-        """Data shard of a learner id: the one it always had, or a free one; None where none is."""
+        """Data shard of a learner id: the one it always had, or a free one; None where none is.
+
+        With leased data it is a number of its own and nothing more: there is always one.
+        """
         known = self.state.roster.find(learner_id)
         if known is not None:
             return known.shard
         taken = {x.shard for x in self.state.roster}
-        free = (i for i in range(self.state.settings.num_learners) if i not in taken)
-        return next(free, None)
+        most = self.state.settings.num_learners + (len(taken) if self.state.data else 0)
+        return next((i for i in range(most) if i not in taken), None)
 
     def _patience_s(self) -> float:
         step_s = self.state.pace.step_s or 0.0
@@ -113,6 +151,8 @@ class SynchronizerCore:
         match event:
             case ev.StepReported():
                 self._reported(event, now)
+            case ev.DataRequested():
+                self._data.requested(event, now)
             case ev.Heard():
                 learner = self._current(event.learner_id, event.incarnation)
                 if learner is not None:
@@ -146,6 +186,10 @@ class SynchronizerCore:
             case ev.QuorumSet():
                 assert event.quorum >= 1, "checked where it was set"
                 self.state.quorum = event.quorum
+            case ev.RollBack():
+                self._roll_back(event)
+            case ev.SeedForbidden():
+                self._seeding.forbidden(event)
             case ev.DrainStarted():
                 self.state.draining = True
             case (
@@ -170,7 +214,8 @@ class SynchronizerCore:
                 self._joined(event, now)
             case ev.StreamOpened():
                 learner = self._current(event.learner_id, event.incarnation)
-                if learner is not None and learner.state is not LearnerState.LEFT:
+                may_open = learner is not None and not learner.lease_lost
+                if learner is not None and may_open and learner.state is not LearnerState.LEFT:
                     self.state.roster.opened(learner, now)
                     self._changed(learner, "report stream open")
             case ev.StreamClosed():
@@ -189,6 +234,7 @@ class SynchronizerCore:
             self.state.effects.append(
                 Fence(learner_id=event.learner_id, incarnation=before.incarnation)
             )
+        self._data.joined(event)
         self._changed(learner, "joined")
         self._seeding.joined(event.learner_id, event.incarnation, now)
 
@@ -196,6 +242,7 @@ class SynchronizerCore:
         learner = self._current(event.learner_id, event.incarnation)
         if learner is None or not self.state.roster.reported(learner, event, now):
             return
+        self._data.reported(event)
         median = self.state.roster.median_step_s()
         if median is not None:
             self.state.pace.observe_step(median)
@@ -214,6 +261,8 @@ class SynchronizerCore:
         if state is LearnerState.DISCONNECTED and learner.state is LearnerState.GONE:
             return
         self.state.roster.move(learner, state)
+        if state is LearnerState.LEFT:
+            self._data.give_back(learner)
         self._drop_out(learner, reason)
 
     def _expire(self, now: float) -> None:
@@ -227,6 +276,30 @@ class SynchronizerCore:
                     reason=Reason.LEARNER_GONE,
                 )
             )
+        for learner in self._data.expired(now):
+            self.state.roster.move(learner, LearnerState.GONE)
+            self._data.give_back(learner)
+            self._changed(learner, "silent; its data is handed out again")
+
+    def _release(self, now: float) -> None:
+        for learner_id in self.state.quarantine.release(now):
+            learner = self.state.roster.find(learner_id)
+            assert learner is not None, "only learners are left out"
+            self.state.roster.leave_out(learner, "")
+            self.state.effects.append(
+                QuarantineChanged(
+                    learner_id=learner_id,
+                    incarnation=learner.incarnation,
+                    reason="",
+                    seconds=0.0,
+                )
+            )
+
+    def _roll_back(self, event: ev.RollBack) -> None:
+        target = self.state.lineage.before(event.fragment)
+        assert target is not None, "checked where it was ordered"
+        order = RollBackOrder(target=target, reason=event.reason)
+        self.state.roll_backs.setdefault(event.fragment, order)
 
     def _drop_out(self, learner: Learner, reason: str) -> None:
         message = f"{learner.learner_id} is out: {reason}"

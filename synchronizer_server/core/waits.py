@@ -89,6 +89,8 @@ class Waits:
     def _seed_reason(self) -> str:
         if self.state.seed_persisting:
             return self.state.held[0] or "persist"
+        if self.state.seed_forbidden:
+            return "store_lost"
         return "learners" if self.state.seeder is None else "seeder"
 
     def _seed_detail(self, reason: str) -> str:
@@ -99,6 +101,11 @@ class Waits:
             if state.seed_retry_at is not None:
                 return "the store failed; it is tried again"
             return "the first parameters are being persisted"
+        if reason == "store_lost":
+            return (
+                f"{state.seed_forbidden} holds merged versions of this run, and the store is "
+                "empty: start with the store of the run"
+            )
         if state.seeder is None:
             return "no learner is there to push the first parameters"
         done, total = len(state.seeded_fragments), state.num_fragments
@@ -158,7 +165,11 @@ class Waits:
                 for x in sorted(self.state.roster, key=lambda x: x.learner_id)
                 if not x.live and x.learner_id not in round_.accepted
             ]
-            parts.append("not live: " + (", ".join(out) or "learners that never joined"))
+            left_out = [x.learner_id for x in self.state.roster.live() if x.quarantine]
+            if out or not left_out:
+                parts.append("not live: " + (", ".join(out) or "learners that never joined"))
+            if left_out:
+                parts.append("in quarantine: " + ", ".join(left_out))
         return "; ".join(parts)
 
     def _opening_detail(self, reason: str, now: float) -> str:

@@ -20,7 +20,8 @@ from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.v1 import replication_pb2 as pb
 from decoupled_diloco.v1 import replication_pb2_grpc as rpc
 from decoupled_diloco.wire import held_to, malformed
-from synchronizer_server.core.records import RoundRecord, canonical_json
+from synchronizer_server.core.records import RoundRecord
+from synchronizer_server.core.strict_json import canonical_json
 from synchronizer_server.replication.messages import (
     RecordStager,
     Transfer,

@@ -21,7 +21,8 @@ from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.v1 import replication_pb2 as pb
 from decoupled_diloco.v1 import types_pb2
 from decoupled_diloco.wire import malformed
-from synchronizer_server.core.records import RoundRecord, canonical_json, strict_json
+from synchronizer_server.core.records import RoundRecord
+from synchronizer_server.core.strict_json import canonical_json, strict_json
 from synchronizer_server.merge.fragment_state import FragmentState
 from synchronizer_server.store.base import RunDescription
 

@@ -13,6 +13,7 @@ from decoupled_diloco.wire import tensors_to
 from synchronizer_server.convert import check_id
 from synchronizer_server.engine import Engine
 from synchronizer_server.joining import JoinDesk
+from synchronizer_server.operators import OperatorDesk
 from synchronizer_server.service.synchronizer import Context, answer
 from synchronizer_server.status import status_message
 
@@ -28,6 +29,7 @@ class AdminService(rpc.AdminServiceServicer):
     def __init__(self, engine: Engine, joins: JoinDesk) -> None:
         self._engine = engine
         self._joins = joins
+        self._operators = OperatorDesk(engine)
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         """Settings and layout of the run."""
@@ -42,14 +44,14 @@ class AdminService(rpc.AdminServiceServicer):
     async def SetQuorum(
         self, request: pb.SetQuorumRequest, context: Context
     ) -> pb.SetQuorumResponse:
-        """Not served: the quorum is a setting of the run."""
-        return await answer(context, _unserved("SetQuorum"))
+        """Sets the minimum quorum."""
+        return await answer(context, self._operators.set_quorum(request))
 
     async def DrainLearner(
         self, request: pb.DrainLearnerRequest, context: Context
     ) -> pb.DrainLearnerResponse:
-        """Not served: SIGTERM to the learner does it."""
-        return await answer(context, _unserved("DrainLearner"))
+        """Asks a learner to finish its step and leave."""
+        return await answer(context, self._operators.drain_learner(request))
 
     async def TakeSnapshot(
         self, request: pb.TakeSnapshotRequest, context: Context
@@ -60,8 +62,8 @@ class AdminService(rpc.AdminServiceServicer):
     async def RollBackFragment(
         self, request: pb.RollBackFragmentRequest, context: Context
     ) -> pb.RollBackFragmentResponse:
-        """Not served."""
-        return await answer(context, _unserved("RollBackFragment"))
+        """Puts one fragment back to its version before."""
+        return await answer(context, self._operators.roll_back(request))
 
     async def Promote(self, request: pb.PromoteRequest, context: Context) -> pb.PromoteResponse:
         """Not served: there is no standby."""

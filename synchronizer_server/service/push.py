@@ -18,6 +18,7 @@ from synchronizer_server.convert import check_id
 from synchronizer_server.core import events as ev
 from synchronizer_server.core.events import PushKey
 from synchronizer_server.engine import Engine
+from synchronizer_server.limits import MAX_PER_PEER
 from synchronizer_server.tickets import Ticket
 from synchronizer_server.updates import FULL_CODEC
 
@@ -29,7 +30,7 @@ async def push(engine: Engine, requests: AsyncIterator[pb.PushRequest]) -> pb.Pu
         DilocoError: MALFORMED for a header that cannot be; OUT_OF_MEMORY_BUDGET where it may be
             sent again while its round waits.
     """
-    first = await anext(aiter(requests), None)
+    first = await engine.limits.first(requests)
     if first is None or first.WhichOneof("kind") != "header":
         raise malformed("a push does not begin with a header")
     header = first.header
@@ -39,11 +40,13 @@ async def push(engine: Engine, requests: AsyncIterator[pb.PushRequest]) -> pb.Pu
     )
     if header.group != 0:
         raise malformed(f"a push to group {header.group}, which is not here")
-    if header.kind == pb.PUSH_KIND_SEED:
-        return await _push_seed(engine, key, header, requests)
-    if header.kind != pb.PUSH_KIND_OUTER_GRADIENT:
+    if header.kind not in {pb.PUSH_KIND_SEED, pb.PUSH_KIND_OUTER_GRADIENT}:
         raise malformed(f"a push of kind {header.kind}")
-    return await _push_outer_gradient(engine, key, header, requests)
+    most = max(MAX_PER_PEER, 4 * engine.parts.settings.overlap + 8)
+    with engine.limits.hold("push", key.learner_id, most):
+        if header.kind == pb.PUSH_KIND_SEED:
+            return await _push_seed(engine, key, header, requests)
+        return await _push_outer_gradient(engine, key, header, requests)
 
 
 async def _push_outer_gradient(
@@ -115,13 +118,13 @@ async def _staged(
     if not is_newest or ticket.stager.num_bytes < ticket.encoding.payload_bytes:
         return False
     payload, codec, fragment = ticket.stager.finish(), ticket.encoding.codec, ticket.key.fragment
-    vector: torch.Tensor = await engine.parts.tensors_runner.submit(
+    decoded: tuple[torch.Tensor, float] = await engine.parts.tensors_runner.submit(
         lambda: engine.tensors.decode(codec, payload, fragment)
     )
     # Answered meanwhile: the key may already name a later push, which is not ours to speak for.
     if not ticket.answer.done():
-        ticket.vector = vector
-        engine.handle(ev.PushStaged(key=ticket.key))
+        ticket.vector, norm = decoded
+        engine.handle(ev.PushStaged(key=ticket.key, norm=norm))
     return True
 
 
@@ -205,6 +208,23 @@ async def _read(iterator: AsyncIterator[pb.PushRequest]) -> pb.PushRequest | Non
     return await anext(iterator, None)
 
 
+async def _read_within(
+    iterator: AsyncIterator[pb.PushRequest], limit_s: float
+) -> pb.PushRequest | None:
+    """The next message; None at the end.
+
+    Raises:
+        DilocoError: NO_PROGRESS where none comes within ``limit_s`` seconds.
+    """
+    try:
+        async with asyncio.timeout(limit_s):
+            return await _read(iterator)
+    except TimeoutError:
+        raise DilocoError(
+            Reason.NO_PROGRESS, f"nothing more of the push came within {limit_s:g} s"
+        ) from None
+
+
 def _chunk(request: pb.PushRequest) -> types_pb2.Chunk:
     if request.WhichOneof("kind") != "chunk":
         raise malformed("a push of more than one header")
@@ -219,7 +239,8 @@ async def _push_seed(
         return _seed_answer(engine, refusal, "the seed is not asked of this learner")
     try:
         stager = _stager(engine, key, header.encoding, FULL_CODEC)
-        async for request in requests:
+        iterator, limit_s = aiter(requests), engine.parts.settings.push_timeout_s
+        while (request := await _read_within(iterator, limit_s)) is not None:
             chunk = _chunk(request)
             stager.add(chunk.offset_bytes, chunk.data)
             engine.handle(ev.Heard(learner_id=key.learner_id, incarnation=key.incarnation))

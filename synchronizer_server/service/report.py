@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 from decoupled_diloco.errors import reason_of
+from decoupled_diloco.logs import ChangeLogger
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.versions import Incarnation
 from decoupled_diloco.wire import check_count, incarnation_from, malformed
 from synchronizer_server.convert import MAX_FRAGMENTS, loss_from
 from synchronizer_server.core import events as ev
 from synchronizer_server.engine import Engine
+from synchronizer_server.limits import MESSAGES_PER_S, Throttle
 from synchronizer_server.service.identity import require_current
 from synchronizer_server.streams import ReportStream
+
+logger = logging.getLogger(__name__)
 
 
 async def report(
@@ -24,28 +29,29 @@ async def report(
     Raises:
         DilocoError: FENCED, UNKNOWN_LEARNER or MALFORMED.
     """
-    hello = await _hello(requests)
-    stream = _open(engine, hello)
-    engine.snapshots.heard(stream.learner_id, stream.incarnation, hello.clock)
-    reader = asyncio.ensure_future(_read(engine, stream, requests))
-    try:
-        async for message in stream.messages():
-            yield message
-    finally:
-        reader.cancel()
-        engine.stream_ended(stream)
+    hello = await _hello(engine, requests)
+    incarnation = incarnation_from(hello.incarnation)
+    require_current(engine, hello.learner_id, incarnation)
+    with engine.limits.hold("report", hello.learner_id):
+        stream = _open(engine, hello.learner_id, incarnation)
+        engine.snapshots.heard(hello.learner_id, incarnation, hello.clock)
+        reader = asyncio.ensure_future(_read(engine, stream, requests))
+        try:
+            async for message in stream.messages():
+                yield message
+        finally:
+            reader.cancel()
+            engine.stream_ended(stream)
 
 
-async def _hello(requests: AsyncIterator[pb.ReportRequest]) -> pb.ReportHello:
-    first = await anext(aiter(requests), None)
+async def _hello(engine: Engine, requests: AsyncIterator[pb.ReportRequest]) -> pb.ReportHello:
+    first = await engine.limits.first(requests)
     if first is None or first.WhichOneof("kind") != "hello":
         raise malformed("a report stream does not begin with a hello")
     return first.hello
 
 
-def _open(engine: Engine, hello: pb.ReportHello) -> ReportStream:
-    learner_id, incarnation = hello.learner_id, incarnation_from(hello.incarnation)
-    require_current(engine, learner_id, incarnation)
+def _open(engine: Engine, learner_id: str, incarnation: Incarnation) -> ReportStream:
     before = engine.streams.pop(learner_id, None)
     if before is not None:
         before.close()
@@ -56,6 +62,13 @@ def _open(engine: Engine, hello: pb.ReportHello) -> ReportStream:
     if state.seeded:
         schedule = pb.Schedule(global_step=state.committed, due_fragments=state.due_fragments())
         stream.send(pb.ReportResponse(schedule=schedule))
+    until = state.quarantine.until(learner_id)
+    if until is not None:
+        learner = state.roster.find(learner_id)
+        assert learner is not None, "current"
+        seconds = max(until - engine.parts.clock(), 0.0)
+        told = pb.Quarantine(reason=learner.quarantine, seconds=seconds)
+        stream.send(pb.ReportResponse(quarantine=told))
     if state.finished:
         stop = pb.Stop(global_step=state.committed, reason="the run is complete")
         stream.send(pb.ReportResponse(stop=stop))
@@ -65,6 +78,7 @@ def _open(engine: Engine, hello: pb.ReportHello) -> ReportStream:
 async def _read(
     engine: Engine, stream: ReportStream, requests: AsyncIterator[pb.ReportRequest]
 ) -> None:
+    throttle, changes = Throttle(engine.parts.clock), ChangeLogger(logger)
     try:
         async for request in requests:
             if stream.closed:
@@ -72,6 +86,15 @@ async def _read(
             engine.handle(_event(stream, request))
             for message in (request.inner_step, request.heartbeat):
                 engine.snapshots.heard(stream.learner_id, stream.incarnation, message.clock)
+            delay_s = throttle.delay_s()
+            if delay_s > 0.0:
+                changes.log(
+                    stream.learner_id,
+                    "reports too fast",
+                    f"they are read at {MESSAGES_PER_S:g} per second",
+                    level=logging.WARNING,
+                )
+                await asyncio.sleep(delay_s)
     except Exception as error:
         stream.close(error)
     else:
@@ -107,4 +130,6 @@ def _step(learner_id: str, incarnation: Incarnation, step: pb.InnerStep) -> ev.S
         num_tokens=check_count(step.num_tokens, "a number of tokens"),
         known_global_steps=tuple(step.clock.known_global_steps),
         loss=loss_from(step),
+        data_lease_id=check_count(step.data_lease_id, "a data lease"),
+        data_position=check_count(step.data_position, "a data position"),
     )

@@ -18,6 +18,7 @@ from decoupled_diloco.wire import incarnation_from, malformed
 from synchronizer_server.core import events as ev
 from synchronizer_server.engine import Engine
 from synchronizer_server.joining import JoinDesk
+from synchronizer_server.service.data import lease_data
 from synchronizer_server.service.identity import require_current
 from synchronizer_server.service.push import push
 from synchronizer_server.service.report import report
@@ -110,8 +111,11 @@ class SynchronizerService(rpc.SynchronizerServiceServicer):
     async def LeaseData(
         self, request: pb.LeaseDataRequest, context: Context
     ) -> pb.LeaseDataResponse:
-        """Not served: every learner trains on its shard."""
-        return await answer(context, _unserved_lease())
+        """Leases a range of the training data."""
+        return await answer(context, self._lease_data(request))
+
+    async def _lease_data(self, request: pb.LeaseDataRequest) -> pb.LeaseDataResponse:
+        return lease_data(self._engine, request)
 
     async def _leave(self, request: pb.LeaveRequest) -> pb.LeaveResponse:
         incarnation = incarnation_from(request.incarnation)
@@ -139,7 +143,3 @@ async def _unserved_stream() -> AsyncIterator[pb.RecoverResponse]:
     raise DilocoError(
         Reason.UNIMPLEMENTED, "inner state of a peer is not relayed; watch for the parameters"
     )
-
-
-async def _unserved_lease() -> NoReturn:
-    raise DilocoError(Reason.UNIMPLEMENTED, "data is not leased; train on the shard of the Join")

@@ -11,6 +11,7 @@ from decoupled_diloco.versions import Version
 from decoupled_diloco.wire import held_from, incarnation_from
 from synchronizer_server.convert import check_id
 from synchronizer_server.engine import Engine
+from synchronizer_server.limits import MAX_OBSERVERS, MAX_PER_PEER
 from synchronizer_server.service.identity import require_current
 from synchronizer_server.updates import Update
 
@@ -25,6 +26,17 @@ async def watch(engine: Engine, request: pb.WatchRequest) -> AsyncIterator[pb.Wa
     check_id(request.watcher_id, "watcher_id")
     learner_id = _learner(engine, request)
     _check(engine, request)
+    peer = engine.limits.hold(
+        "watch", learner_id or "", MAX_PER_PEER if learner_id else MAX_OBSERVERS
+    )
+    with peer:
+        async for message in _serve(engine, request, learner_id):
+            yield message
+
+
+async def _serve(
+    engine: Engine, request: pb.WatchRequest, learner_id: str | None
+) -> AsyncIterator[pb.WatchResponse]:
     held: dict[int, Version] | None = None
     while True:
         published = engine.parts.committer.published

@@ -16,7 +16,8 @@ import safetensors.torch
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.snapshots import SnapshotName
 from decoupled_diloco.versions import Incarnation
-from synchronizer_server.core.records import RoundRecord, canonical_json, strict_json
+from synchronizer_server.core.records import RoundRecord
+from synchronizer_server.core.strict_json import canonical_json, strict_json
 from synchronizer_server.merge.fragment_state import FragmentState
 from synchronizer_server.store.base import RunDescription
 from synchronizer_server.store.manifest import Manifest

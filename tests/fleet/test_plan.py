@@ -13,7 +13,7 @@ from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.settings import RunSettings
 from diloco_fleet.fleet_settings import Resolved, resolve
 from diloco_fleet.plan import child_environment, make_plan
-from diloco_fleet.prepare import existing_run, new_run, write_run
+from diloco_fleet.prepare import existing_run, new_run, with_corpus, write_run
 from diloco_fleet.process import ProcessSpec
 from diloco_fleet.run_files import RunFiles, find_run, hold_run, is_running, read_fleet
 from learner_client.cli import cli as learner_cli
@@ -161,7 +161,8 @@ def test_what_is_written_loads_again(tmp_path: Path) -> None:
     text.write_text("It was a bright cold day in April. " * 400)
     resolved = settled(data=(str(text),), slow_learner=("1:0.5",), redis="redis://:pw@h:1")
     with new_run(tmp_path / "run") as files:
-        written = write_run(files, resolved)
+        written = with_corpus(files, resolved)
+        write_run(files, written)
     assert len(written.trainer.value.corpus_hash) == 64
     again = resolve({}, {}, files.config, default_run_id="x")
     assert again.run.value == written.run.value
@@ -172,7 +173,7 @@ def test_what_is_written_loads_again(tmp_path: Path) -> None:
     for name in ("corpus_hash", "num_shards"):
         assert not any(name in line for line in again.describe()), "nobody chose these"
     assert TrainSettings.from_json(files.trainer.read_text()) == written.trainer.value
-    assert write_run(existing_run(files.root), again).trainer.value == written.trainer.value
+    assert with_corpus(existing_run(files.root), again).trainer.value == written.trainer.value
 
 
 def test_a_corpus_that_was_changed_is_not_resumed(tmp_path: Path) -> None:
@@ -180,12 +181,12 @@ def test_a_corpus_that_was_changed_is_not_resumed(tmp_path: Path) -> None:
     text.write_text("It was a bright cold day in April. " * 400)
     resolved = settled(data=(str(text),))
     with new_run(tmp_path / "run") as files:
-        written = write_run(files, resolved)
+        written = with_corpus(files, resolved)
     content = bytearray((files.data / "train.bin").read_bytes())
     content[0] ^= 1
     (files.data / "train.bin").write_bytes(content)
     with pytest.raises(UsageError) as caught:
-        write_run(files, written)
+        with_corpus(files, written)
     assert caught.value.reason is Reason.DATA_MISMATCH
 
 

@@ -253,3 +253,30 @@ def test_a_message_as_plain_values() -> None:
     assert values["claim"] is None
     assert values["totals"]["pushes_by_reason"] == {}
     assert values["rounds"][0]["pending"] == ["learner-0"]
+
+
+def test_leased_data_and_the_tokens_of_every_learner_are_shown():
+    seen = status()
+    assert "data:" not in shown_text(seen)
+    seen.versions.add()
+    seen.versions.add()
+    seen.data.CopyFrom(
+        admin_pb2.DataStatus(
+            mode="leases", epoch=3, num_free=8, num_leased=96, num_merged=6600, num_returned=40
+        )
+    )
+    first = seen.learners[0]
+    first.tokens_processed, first.tokens_merged = 61_440, 100_000
+    first.data_position, first.data_stop = 52, 64
+    text = shown_text(seen)
+    assert "data: epoch 3, 8 samples free, 96 on lease, 6,600 merged, 40 given back" in text
+    assert "learner-0 61,440 / 50,000 (sample 52, lease to 64)" in text
+    for i in range(20):
+        seen.learners.add(learner_id=f"x{i}", tokens_processed=1)
+    assert "and 13 more" in shown_text(seen)
+
+
+def shown_text(seen: admin_pb2.GetStatusResponse) -> str:
+    console = Console(file=io.StringIO(), width=400)
+    console.print(render(scene(status=seen)))
+    return console.file.getvalue()

@@ -14,8 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoupled_diloco.errors import Reason, UsageError
+from decoupled_diloco.settings import RunSettings
+from learner_client.data import Lease, LeasedData
 from learner_client.train.corpus import Corpus, CorpusInfo
-from learner_client.train.data import ShardedBatches, num_windows_of_shard, require_batches
+from learner_client.train.data import (
+    LeasedBatches,
+    ShardedBatches,
+    num_windows,
+    num_windows_of_shard,
+    require_batches,
+)
 
 
 def corpus_of(num_tokens: int) -> Corpus:
@@ -158,3 +166,38 @@ def test_a_shard_that_does_not_exist_is_refused() -> None:
         with pytest.raises(UsageError, match="shards 0 to 2") as caught:
             batches(shard)
         assert caught.value.reason == Reason.CONFIG_INVALID
+
+
+def leased(num_tokens: int = 101, data_length: int = 10) -> LeasedBatches:
+    """Batches of 5 sequences of 10 tokens, with two passes over the data on lease."""
+    data = LeasedData(is_over=lambda: False, failure=lambda: None, on_wait=lambda _: None)
+    data.begin(RunSettings(data_mode="leases", data_length=data_length))
+    for epoch in range(2):
+        data.offer(Lease(lease_id=epoch + 1, epoch=epoch, start=0, stop=data_length))
+    return LeasedBatches(
+        corpus_of(num_tokens), data, data_length=data_length, batch_size=5, sequence_length=10,
+        seed=3,
+    )  # fmt: skip
+
+
+def test_every_leased_pass_has_every_window_once_in_an_order_of_its_own() -> None:
+    batches = leased()
+    passes = []
+    for _ in range(2):
+        starts: list[int] = []
+        for _ in range(2):
+            batch = batches.next_batch(lambda: False)
+            assert batch is not None
+            assert torch.equal(batch[1], batch[0] + 1)
+            starts += batch[0][:, 0].tolist()
+        passes.append(starts)
+    assert [sorted(x) for x in passes] == [list(range(0, 100, 10))] * 2
+    assert passes[0] != passes[1]
+    assert batches.next_batch(lambda: True) is None, "asked to stop while a lease is waited for"
+
+
+def test_a_pass_that_is_not_the_corpus_is_refused_with_its_length() -> None:
+    assert num_windows(101, 10) == 10
+    with pytest.raises(UsageError, match="--data-length 10") as caught:
+        leased(data_length=9)
+    assert caught.value.reason is Reason.CONFIG_CONFLICT

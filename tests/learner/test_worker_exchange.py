@@ -11,8 +11,9 @@ from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.layout import Strategy, TensorSpec, build_layout
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Incarnation, Version
+from learner_client.captures import PushWork
 from learner_client.core.learner_core import AnswerDecline, LearnerCore, PullRequest
-from learner_client.exchange import Exchange, Grant, PushWork, Update
+from learner_client.exchange import Exchange, Grant, Update
 
 LAYOUT = build_layout(
     [TensorSpec(name=f"t{i}", shape=(4,), dtype="float32") for i in range(4)],

@@ -32,6 +32,7 @@ class Checks:
         learner = self.core.state.roster.find(pull.learner_id)
         assert learner is not None
         assert learner.live
+        assert not learner.quarantine, "asked while it is left out"
         assert pull.incarnation == self.granted[pull.learner_id]
         key = (pull.learner_id, pull.incarnation)
         assert self.reported.get(key, 0) > self.asked.get(key, 0), "asked twice for one local step"
@@ -43,7 +44,8 @@ class Checks:
         assert summary.global_step in self.results, "persisted before merged"
         assert summary.global_step == len(self.records) + 1
         self.persisting = summary.global_step
-        accepted = self.sums[summary.global_step]
+        accepted = self.sums.get(summary.global_step, [])
+        assert bool(accepted) != bool(summary.rolled_back), "merged, or put back"
         assert [c.learner_id for c in summary.contributions] == [
             p.header.key.learner_id for p in accepted
         ], "contributions are recorded in the order of accumulation"
@@ -65,8 +67,9 @@ class Checks:
         ]
         assert len(collecting) <= 1, "one round collects at a time"
         live = {x.learner_id for x in state.roster if x.live}
+        taking_part = {x.learner_id for x in state.roster if x.live and not x.quarantine}
         for round_ in state.rounds:
-            assert set(round_.pending) <= live, "somebody who is out is waited for"
+            assert set(round_.pending) <= taking_part, "somebody who is out is waited for"
             for pending in round_.pending.values():
                 assert pending.limit_s <= self.settings.push_timeout_s
                 assert now < pending.late_at(), "waits beyond the limit"
@@ -76,7 +79,7 @@ class Checks:
             if round_.state is not RoundState.PULLING:
                 assert not round_.pending
             if round_.state in {RoundState.MERGING, RoundState.MERGED, RoundState.PERSISTING}:
-                assert len(round_.accepted) >= 1
+                assert len(round_.accepted) >= 1 or round_.rolled_back
         wake = self.core.wake_at(now)
         assert wake is None or now < wake < now + 1e6, "a tick at wake_at must get somewhere"
         if self.num_events % 7 == 0:

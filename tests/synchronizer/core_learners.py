@@ -132,6 +132,12 @@ class Learners:
             self.lost_stream(model, epoch, model.stream, self.rng.random() < 0.3)
         elif self.chance(self.faults.garbage):
             self.feed(self.garbage(model))
+        elif self.chance(self.faults.diverge):
+            model.diverged_until = self.now + self.rng.uniform(0.5, 4.0)
+        elif self.chance(self.faults.roll_back):
+            fragment = self.rng.randrange(self.P)
+            if self.core.roll_back_refusal(fragment) is None:
+                self.feed(ev.RollBack(fragment=fragment, reason="it went bad"))
 
     def train(self, model: Model) -> None:
         model.local_step += 1
@@ -233,6 +239,10 @@ class Learners:
                 event = ev.PushFailed(key=key, reason=reason, message="bad", refused=refused)
                 self.later(self.latency(), lambda: self.broken(attempt, event), shell=True)
             return
+        if self.now < model.diverged_until:
+            event = ev.PushFailed(key=key, reason=Reason.NON_FINITE, message="nan", refused=True)
+            self.later(self.latency(), lambda: self.broken(attempt, event), shell=True)
+            return
         transfer = self.latency()
         if self.chance(self.faults.slow_push):
             transfer = self.rng.uniform(0.1, 5.0)
@@ -252,9 +262,10 @@ class Learners:
         if self.open_pushes.get(key) != attempt:
             return  # answered before, or sent anew: what was staged is thrown away
         self.staged[key] = Staged(header, work)
-        self.feed(ev.PushStaged(key=key))
+        norm = header.num_steps**0.5 * self.rng.uniform(0.5, 2.0)
+        self.feed(ev.PushStaged(key=key, norm=norm))
         if self.chance(self.faults.duplicate):
-            self.feed(ev.PushStaged(key=key))
+            self.feed(ev.PushStaged(key=key, norm=norm))
         if self.chance(self.faults.duplicate):
             self.feed(ev.PushFailed(key=key, reason=Reason.TRUNCATED, message="", refused=False))
 

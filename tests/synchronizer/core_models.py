@@ -26,6 +26,8 @@ class Faults:
     restart: float = 0.0
     garbage: float = 0.0
     same_digest: float = 0.0
+    diverge: float = 0.0
+    roll_back: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +45,7 @@ class Model:
     watch: int = 0
     watched_at: float = 0.0  # a watch is an ordered stream: nothing overtakes
     local_step: int = 0
+    diverged_until: float = 0.0
     due: tuple[int, ...] = ()
     base: dict[int, Version] = field(default_factory=dict)
     work: dict[int, set[int]] = field(default_factory=dict)

@@ -18,7 +18,10 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-TESTS = ("pace", "pushes", "rounds", "commit", "membership", "waits", "traces", "world")
+TESTS = (
+    "pace", "pushes", "rounds", "commit", "membership", "waits", "traces", "scale", "quarantine",
+    "counters", "roll_back", "store_lost", "world",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,37 @@ MUTANTS = (
     Mutant("a_failed_persist_is_not_retried", "scheduler",
            "        round_.retry_at = now + event.retry_after_s\n",
            "        round_.retry_at = 1e9\n"),
+    Mutant("the_longest_outer_gradient_sets_the_scale", "scale",
+           "statistics.median_high([statistics.median(x)", "max([statistics.median(x)"),
+    Mutant("a_refused_norm_moves_the_scale", "pushes",
+           "        if bound is not None and event.norm > bound:\n",
+           "        self.state.scale.observe(key.fragment, key.learner_id, event.norm, 1)\n"
+           "        if bound is not None and event.norm > bound:\n"),
+    Mutant("who_is_left_out_is_asked_all_the_same", "roster",
+           "        return self.live and not self.quarantine\n", "        return self.live\n"),
+    Mutant("who_is_left_out_stays_pending", "pushes",
+           "        self.drop_learner(learner.learner_id, Reason.QUARANTINED, detail)\n", ""),
+    Mutant("quarantine_never_ends", "synchronizer", "        self._release(now)\n", ""),
+    Mutant("one_on_trial_is_asked_for_everything", "scheduler",
+           " and not self._on_trial(x)", ""),
+    Mutant("joining_again_ends_a_quarantine", "roster",
+           "            learner.quarantine = before.quarantine\n", ""),
+    Mutant("an_accepted_push_leaves_the_count", "pushes",
+           "        self.state.quarantine.accepted(key.learner_id)\n", ""),
+    Mutant("counters_are_believed", "pushes",
+           "        header = self._bounded(claimed, learner, now)\n",
+           "        header = claimed\n"),
+    Mutant("steps_count_from_the_first_one_for_ever", "counters",
+           "        num_steps = min(num_steps, local_step - merged_step)\n",
+           "        pass\n"),
+    Mutant("what_was_put_back_remains_a_base", "scheduler",
+           "            state.lineage.restart(round_.fragment, round_.version)\n",
+           "            state.lineage.advance(round_.fragment, round_.version)\n"),
+    Mutant("putting_back_undoes_acceptance", "scheduler",
+           "        if order is None or round_.accepted or not free:\n",
+           "        if order is None or not free:\n"),
+    Mutant("a_forbidden_seed_is_granted", "seeding",
+           "or state.seed_persisting or state.seed_forbidden:", "or state.seed_persisting:"),
 )  # fmt: skip
 
 

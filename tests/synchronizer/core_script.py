@@ -67,7 +67,7 @@ class Script:
             case ef.SendPull() if "push" in self.auto and effect.learner_id not in self.mute:
                 return self.push(effect.learner_id, t=effect.global_step)
             case ef.MergeRound() if "merge" in self.auto:
-                return self.merged(effect.global_step)
+                return self.merged(effect.global_step, effect.roll_back_to)
             case ef.PersistRound() if "persist" in self.auto:
                 return self.persisted(effect.summary.global_step)
             case _:
@@ -169,8 +169,8 @@ class Script:
         self.headers[name] = self.header(name, **how)  # type: ignore[arg-type]
         return self.feed(self.headers[name])
 
-    def stage(self, name: str) -> list[ef.Effect]:
-        return self.feed(ev.PushStaged(key=self.headers[name].key))
+    def stage(self, name: str, norm: float = 1.0) -> list[ef.Effect]:
+        return self.feed(ev.PushStaged(key=self.headers[name].key, norm=norm))
 
     def progress(self, name: str, staged_bytes: int = 1) -> list[ef.Effect]:
         return self.feed(ev.PushProgressed(key=self.headers[name].key, staged_bytes=staged_bytes))
@@ -182,17 +182,19 @@ class Script:
             )
         )
 
-    def push(self, name: str, **how: object) -> list[ef.Effect]:
+    def push(self, name: str, *, norm: float = 1.0, **how: object) -> list[ef.Effect]:
         """Opens a push and stages it, unless it is answered at its header."""
         effects = self.push_open(name, **how)
         if any(isinstance(e, ef.StagePush) for e in effects):
-            effects += self.stage(name)
+            effects += self.stage(name, norm)
         return effects
 
     # -- the shell -------------------------------------------------------------------------------
 
-    def merged(self, t: int) -> list[ef.Effect]:
-        version = Version(self.core.state.term, t, f"{t % self.P}/{t}".encode().ljust(32, b"."))
+    def merged(self, t: int, roll_back_to: Version | None = None) -> list[ef.Effect]:
+        digest = f"{t % self.P}/{t}".encode().ljust(32, b".")
+        digest = roll_back_to.digest if roll_back_to is not None else digest
+        version = Version(self.core.state.term, t, digest)
         self.versions[t % self.P, t] = version
         return self.feed(ev.RoundMerged(global_step=t, version=version))
 
@@ -319,7 +321,8 @@ def words(effect: ef.Effect) -> str:
         case ef.AnswerPush():
             return f"answer {_key(effect.key)}: {effect.outcome} {effect.reason}: {effect.message}"
         case ef.MergeRound():
-            return f"merge round {effect.global_step}"
+            back = f", back to {effect.roll_back_to}" if effect.roll_back_to else ""
+            return f"merge round {effect.global_step}{back}"
         case ef.PersistSeed():
             return "persist seed"
         case ef.PublishSeed():
@@ -335,6 +338,14 @@ def words(effect: ef.Effect) -> str:
             return f"{effect.subject} waits: {effect.reason or '-'}: {effect.detail}"
         case ef.LearnerChanged():
             return f"{effect.learner_id} {effect.incarnation} is {effect.state}: {effect.reason}"
+        case ef.QuarantineChanged():
+            if not effect.reason:
+                return f"{effect.learner_id} is tried again"
+            return f"{effect.learner_id} is left out for {effect.seconds:g} s: {effect.reason}"
+        case ef.CountersCut():
+            return f"{effect.learner_id} {effect.detail}"
+        case ef.RollBackFailed():
+            return f"fragment {effect.fragment} is not put back: {effect.message}"
         case ef.Completed():
             return f"complete at {effect.global_step}"
 

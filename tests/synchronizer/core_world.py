@@ -61,6 +61,8 @@ class World(Learners, Checks):
         self.reported: dict[tuple[str, Incarnation], int] = {}
         self.open_pushes: dict[ev.PushKey, int] = {}  # the newest stream of each
         self.accepted_bases: set[tuple[str, int, Version]] = set()
+        self.rolled_back: dict[int, int] = {}  # newest round that put a fragment back
+        self.quarantined: list[str] = []
         self.stops = 0
         self.completed = 0
         self.num_events = 0
@@ -173,8 +175,12 @@ class World(Learners, Checks):
                 self.completed += 1
             case ef.WaitChanged():
                 self.told.append(effect)
-            case ef.StagePush() | ef.LearnerChanged():
+            case ef.QuarantineChanged():
+                self.quarantined += [effect.learner_id] if effect.reason else []
+            case ef.StagePush() | ef.LearnerChanged() | ef.RollBackFailed():
                 pass
+            case ef.CountersCut():
+                raise AssertionError(f"an honest learner's counters are cut: {effect}")
             case _:
                 raise AssertionError(effect)
 
@@ -224,6 +230,10 @@ class World(Learners, Checks):
         digest = self.serial.to_bytes(32, "little")
         if self.chance(self.faults.same_digest):
             digest = before.digest
+        if effect.roll_back_to is not None:
+            assert not self.sums.get(effect.global_step), "an accepted contribution is undone"
+            assert self.core.state.lineage.retains(effect.fragment, effect.roll_back_to)
+            digest = effect.roll_back_to.digest
         version = Version(self.term, effect.global_step, digest)
         self.results[effect.global_step] = version
         self.feed(ev.RoundMerged(global_step=effect.global_step, version=version))
@@ -253,7 +263,11 @@ class World(Learners, Checks):
         assert summary.global_step == len(self.records) + 1, "rounds commit in order, without gaps"
         self.records.append(summary)
         self.versions[summary.fragment] = self.results[summary.global_step]
-        for push in self.sums.pop(summary.global_step):
+        if summary.rolled_back:
+            self.rolled_back[summary.fragment] = summary.global_step
+        for push in self.sums.pop(summary.global_step, []):
+            older = push.header.base.global_step < self.rolled_back.get(summary.fragment, 0)
+            assert not older, "merged against what was put back"
             twice = self.merged[summary.fragment] & push.work
             assert not twice, f"merged twice in round {summary.global_step}: {twice}"
             self.merged[summary.fragment] |= push.work

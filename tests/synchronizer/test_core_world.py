@@ -36,7 +36,7 @@ def random_world(seed: int) -> World:
     faults = Faults(
         kill=often(0.5), cut=often(1), freeze=often(1), lose_push=often(5), slow_push=often(5),
         duplicate=often(10), slow_watch=often(10), persist=often(10), restart=often(0.03),
-        garbage=often(5), same_digest=often(2),
+        garbage=often(5), same_digest=often(2), diverge=often(0.5), roll_back=often(1),
     )  # fmt: skip
     step_s = {f"l{i}": rng.choice([0.1, 0.1, 0.2, 1.0]) for i in range(settings.num_learners)}
     return World(settings, seed=seed, step_s=step_s, faults=faults)
@@ -70,7 +70,7 @@ def test_the_random_worlds_reach_every_outcome():
         "refused:STALE_TERM", "refused:UNKNOWN_LEARNER", "refused:NOT_ASKED", "refused:CORRUPT",
         "refused:MALFORMED", "refused:UNKNOWN_FRAGMENT", "dropped:TOO_LATE", "dropped:NO_PROGRESS",
         "dropped:LEARNER_GONE", "dropped:FENCED", "dropped:NOT_READY", "dropped:TRUNCATED",
-        "dropped:STALE_BASE",
+        "dropped:STALE_BASE", "dropped:QUARANTINED", "dropped:ROLLED_BACK", "refused:NON_FINITE",
     }  # fmt: skip
     while not wanted <= outcomes:
         seed = next(seeds, None)

@@ -171,7 +171,7 @@ async def test_a_learner_that_does_not_read_is_cut_off_and_holds_nobody() -> Non
         await fill(stream)
         assert not stream.closed
         for _ in range(1024):
-            fleet.engine._send(stream, pb.ReportResponse(stop=pb.Stop()))
+            fleet.engine.send(stream, pb.ReportResponse(stop=pb.Stop()))
         assert stream.closed
         await until(lambda: not roster.find("deaf").live)
         assert "deaf" not in fleet.engine.streams

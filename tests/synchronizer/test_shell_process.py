@@ -200,10 +200,7 @@ def test_health_drain_and_what_is_not_served(start: Callable[..., Process]) -> N
             seen = [s if s == "SERVING" else h.next() for s, h in zip(seen, health, strict=True)]
         admin = admin_pb2_grpc.AdminServiceStub(channel)
         calls: list[Callable[[], object]] = [
-            lambda: admin.SetQuorum(admin_pb2.SetQuorumRequest(quorum=1)),
-            lambda: admin.DrainLearner(admin_pb2.DrainLearnerRequest(learner_id="a")),
             lambda: admin.TakeSnapshot(admin_pb2.TakeSnapshotRequest()),
-            lambda: admin.RollBackFragment(admin_pb2.RollBackFragmentRequest()),
             lambda: admin.Promote(admin_pb2.PromoteRequest()),
             lambda: next(synchronizer_pb2_grpc.SynchronizerServiceStub(channel).Recover(iter([]))),
             lambda: next(

@@ -137,6 +137,7 @@ class JoinRequest(_message.Message):
     PREVIOUS_INCARNATION_FIELD_NUMBER: _builtins.int
     CLAIM_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol that the learner speaks."""
     run_id: _builtins.str
@@ -171,6 +172,13 @@ class JoinRequest(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Process id, host and version of the learner's software, for people who look."""
 
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___DataLease]:
+        """Data leases that the same process holds since an earlier incarnation, when it re-joins: the
+        one in use, what comes after it, and what may not be merged yet. LEASE_LOST where one of them
+        is not its own any more.
+        """
+
     def __init__(
         self,
         *,
@@ -185,14 +193,49 @@ class JoinRequest(_message.Message):
         previous_incarnation: _types_pb2.Incarnation | None = ...,
         claim: _types_pb2.LeadershipClaim | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        leases: _abc.Iterable[Global___DataLease] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "clock", b"clock", "previous_incarnation", b"previous_incarnation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "clock", b"clock", "held", b"held", "labels", b"labels", "layout_fingerprint", b"layout_fingerprint", "learner_id", b"learner_id", "previous_incarnation", b"previous_incarnation", "protocol_version", b"protocol_version", "request_id", b"request_id", "run_id", b"run_id", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "clock", b"clock", "held", b"held", "labels", b"labels", "layout_fingerprint", b"layout_fingerprint", "learner_id", b"learner_id", "leases", b"leases", "previous_incarnation", b"previous_incarnation", "protocol_version", b"protocol_version", "request_id", b"request_id", "run_id", b"run_id", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
+
+@_typing.final
+class DataLease(_message.Message):
+    """A range of the training data that a learner has on lease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.int
+    """Names the lease; goes up within an incarnation."""
+    epoch: _builtins.int
+    """The pass over the data (epoch), from 0."""
+    start: _builtins.int
+    """First position of the range."""
+    stop: _builtins.int
+    """Position behind the range."""
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        start: _builtins.int = ...,
+        stop: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_id", b"lease_id", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataLease: _TypeAlias = DataLease  # noqa: Y015
 
 @_typing.final
 class JoinResponse(_message.Message):
@@ -214,7 +257,9 @@ class JoinResponse(_message.Message):
     seed: _builtins.bool
     """True where this incarnation is to push the first parameters."""
     shard: _builtins.int
-    """Data shard of this learner id, below settings.num_learners; the same in every incarnation."""
+    """Number of this learner id, the same in every incarnation: its data shard, below
+    settings.num_learners; with leased data it may be any.
+    """
     local_step: _builtins.int
     """Highest local step heard of this learner id: where its data goes on."""
     @_builtins.property

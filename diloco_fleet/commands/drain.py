@@ -1,0 +1,27 @@
+"""``diloco drain``: asks one learner of a running fleet to leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from diloco_fleet.operator_client import OperatorClient, fleet_address, fleet_options
+
+
+@click.command()
+@click.argument("learner")
+@click.option("--reason", default="", help="why, for the learner's log")
+@fleet_options
+def command(
+    learner: str, reason: str, run_dir: Path | None, address: str | None, insecure: bool
+) -> None:
+    """Ask a learner to finish its step and leave.
+
+    LEARNER is its id, as in `diloco status`. The others go on without it; nobody waits for it. A
+    supervisor that restarts whatever ends starts it again: `diloco run --restart on-failure` does
+    not.
+    """
+    with OperatorClient(fleet_address(run_dir, address), insecure=insecure) as client:
+        client.drain(learner, reason)
+    click.echo(f"{learner} was asked to finish its step and leave")

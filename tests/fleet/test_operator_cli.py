@@ -1,0 +1,166 @@
+"""``diloco quorum``, ``drain``, ``rollback``: what they ask, and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import click
+import grpc
+import pytest
+from click.testing import CliRunner, Result
+
+from decoupled_diloco.channel import to_status
+from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.v1 import admin_pb2 as pb
+from decoupled_diloco.v1 import admin_pb2_grpc, types_pb2
+from diloco_fleet import cli
+from diloco_fleet.run_files import FleetFile, RunFiles, hold_run
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def entry(arguments: tuple[str, ...]) -> None:
+    cli.main(list(arguments))
+
+
+def diloco(*arguments: str) -> Result:
+    return CliRunner().invoke(entry, ["--", *arguments])
+
+
+def refuse(context: grpc.ServicerContext, error: DilocoError) -> None:
+    context.abort_with_status(to_status(error))
+
+
+class Admin(admin_pb2_grpc.AdminServiceServicer):
+    """A fleet of two live learners, one of them left out."""
+
+    def __init__(self) -> None:
+        self.quorum = 1
+        self.asked: list[Any] = []
+        self.slow = 0
+
+    def GetStatus(self, request: Any, context: Any) -> pb.GetStatusResponse:  # noqa: N802
+        learners = [
+            pb.LearnerStatus(learner_id="a", state="live"),
+            pb.LearnerStatus(learner_id="b", state="live"),
+            pb.LearnerStatus(learner_id="c", state="live", quarantine="NON_FINITE"),
+            pb.LearnerStatus(learner_id="d", state="gone"),
+        ]
+        return pb.GetStatusResponse(quorum=self.quorum, learners=learners)
+
+    def SetQuorum(self, request: Any, context: Any) -> pb.SetQuorumResponse:  # noqa: N802
+        self.asked.append(request)
+        self.quorum = request.quorum
+        return pb.SetQuorumResponse(quorum=self.quorum)
+
+    def DrainLearner(self, request: Any, context: Any) -> pb.DrainLearnerResponse:  # noqa: N802
+        self.asked.append(request)
+        if request.learner_id != "a":
+            refuse(context, DilocoError(Reason.UNKNOWN_LEARNER, "no learner 'z'; learners are a"))
+        return pb.DrainLearnerResponse()
+
+    def RollBackFragment(  # noqa: N802
+        self, request: Any, context: Any
+    ) -> pb.RollBackFragmentResponse:
+        self.asked.append(request)
+        if request.fragment == 9:
+            refuse(context, DilocoError(Reason.STALE_BASE, "nothing older is retained"))
+        if self.slow:
+            self.slow -= 1
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "")
+        version = types_pb2.Version(term=2, global_step=17, digest=b"\xab" * 32)
+        return pb.RollBackFragmentResponse(version=version)
+
+
+@pytest.fixture
+def admin() -> Iterator[tuple[Admin, str]]:
+    server, servicer = grpc.server(futures.ThreadPoolExecutor(max_workers=2)), Admin()
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def test_the_quorum_is_shown_and_set(admin: tuple[Admin, str]) -> None:
+    servicer, address = admin
+    shown = diloco("quorum", "--address", address)
+    assert (shown.exit_code, shown.output) == (0, "quorum 1, 2 learners live\n")
+    assert not servicer.asked
+    done = diloco("quorum", "set", "3", "--address", address)
+    assert done.exit_code == 0
+    assert done.output.startswith("quorum 3, 2 learners live: merging waits for more")
+    assert servicer.quorum == 3
+    assert servicer.asked[0].request_id
+
+
+@pytest.mark.parametrize("words", [["3"], ["set"], ["set", "x"], ["set", "0"], ["set", "1", "2"]])
+def test_a_quorum_that_is_not_understood_asks_nothing(
+    admin: tuple[Admin, str], words: list[str]
+) -> None:
+    result = diloco("quorum", *words, "--address", admin[1])
+    assert result.exit_code == 64
+    assert result.stderr.startswith("error: CONFIG_INVALID: ")
+    assert not admin[0].asked
+
+
+def test_the_fleet_is_found_by_its_run_directory(
+    admin: tuple[Admin, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "RUN_NOT_FOUND" in diloco("quorum").stderr
+    root = tmp_path / "runs" / "amber"
+    root.mkdir(parents=True)
+    FleetFile(
+        run_id="amber", address=admin[1], pid=1, state="running", started=1.0, processes=()
+    ).write(root / "fleet.json")
+    with hold_run(RunFiles(root)):
+        assert diloco("quorum").output.startswith("quorum 1")
+    assert diloco("quorum", "--run-dir", str(root)).output.startswith("quorum 1")
+    both = diloco("quorum", "--run-dir", str(root), "--address", admin[1])
+    assert "CONFIG_CONFLICT" in both.stderr
+
+
+def test_a_learner_is_asked_to_leave(admin: tuple[Admin, str]) -> None:
+    servicer, address = admin
+    done = diloco("drain", "a", "--reason", "new disk", "--address", address)
+    assert (done.exit_code, done.output) == (0, "a was asked to finish its step and leave\n")
+    assert (servicer.asked[0].learner_id, servicer.asked[0].reason) == ("a", "new disk")
+    gone = diloco("drain", "z", "--address", address)
+    assert gone.stderr == "error: UNKNOWN_LEARNER: no learner 'z'; learners are a\n"
+    assert gone.exit_code == 75
+
+
+def test_a_fragment_is_put_back_and_waited_for(admin: tuple[Admin, str]) -> None:
+    servicer, address = admin
+    servicer.slow = 2
+    done = diloco("rollback", "3", "--reason", "it went bad", "--address", address)
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines() == [
+        "waiting for the next round of fragment 3",
+        "fragment 3 is put back: version 2.17, digest abababababab",
+    ]
+    assert {x.request_id for x in servicer.asked} == {servicer.asked[0].request_id}
+    assert len(servicer.asked) == 3, "one order, asked for three times"
+
+
+def test_what_cannot_be_put_back_says_why(admin: tuple[Admin, str]) -> None:
+    servicer, address = admin
+    refused = diloco("rollback", "9", "--reason", "x", "--address", address)
+    assert refused.stderr == "error: STALE_BASE: nothing older is retained\n"
+    assert "--reason" in diloco("rollback", "3", "--address", address).stderr
+    assert "--reason is empty" in diloco("rollback", "3", "--reason", " ").stderr
+    servicer.slow = 9
+    late = diloco("rollback", "3", "--reason", "x", "--timeout", "0", "--address", address)
+    assert late.exit_code == 75
+    assert "put back with its next round all the same" in late.stderr
+
+
+def test_a_synchronizer_that_is_away_is_named() -> None:
+    for command in (["quorum"], ["drain", "a"], ["rollback", "1", "--reason", "x"]):
+        result = diloco(*command, "--address", "127.0.0.1:1")
+        assert result.exit_code == 75
+        assert "UNAVAILABLE: no synchronizer answers at 127.0.0.1:1" in result.stderr
