@@ -2,8 +2,7 @@
 
 Synchronizer, learners, models and optimizer are the ones that ship; only what lies between them is
 replaced: the in-memory transport for the network, the inline runner for threads, the in-memory
-store and membership for disk and Redis, virtual time for the clock. So a schedule and a seed decide
-every bit of the result, and a schedule that was recorded can be played again.
+store and membership for disk and Redis, virtual time for the clock. So schedule and seed decide every bit.
 """
 
 from __future__ import annotations
