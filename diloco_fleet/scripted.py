@@ -2,7 +2,7 @@
 
 Synchronizer, learners, models and optimizer are the ones that ship; only what lies between them is
 replaced: the in-memory transport for the network, the inline runner for threads, the in-memory
-store and membership for disk and Redis, virtual time for the clock. So schedule and seed decide every bit.
+store and membership for disk and Redis, virtual time for the clock: schedule and seed decide all.
 """
 
 from __future__ import annotations
