@@ -15,6 +15,7 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "run": "Train a model with a whole fleet on this machine.",
         "status": "Show what a running fleet does now.",
+        "snapshot": "Take a consistent snapshot of a running fleet, or list those of a run.",
         "quorum": "Show the minimum quorum of a running fleet, or set it.",
         "drain": "Ask a learner to finish its step and leave.",
         "rollback": "Put one fragment back to what it was before its last update.",

@@ -144,6 +144,25 @@ class OperatorClient:
                     say(f"waiting for the next round of fragment {fragment}")
                 told = True
 
+    def take_snapshot(self, *, say: Callable[[str], None]) -> str:
+        """Takes a snapshot of the whole fleet; returns its name once it has begun.
+
+        Args:
+            say: takes a line about what is waited for.
+
+        Raises:
+            DilocoError: what the synchronizer says.
+        """
+        request = admin_pb2.TakeSnapshotRequest(request_id=uuid.uuid4().hex)
+        told = False
+        while True:
+            try:
+                return str(self._ask(self._stub.TakeSnapshot, request).snapshot_id)
+            except _NotYetError:
+                if not told:
+                    say("waiting for the next round, which becomes the cut; see `diloco status`")
+                told = True
+
     def _ask(self, call: Callable[..., M], request: object) -> M:
         try:
             return call(request, timeout=_DEADLINE_S)

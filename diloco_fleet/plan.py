@@ -92,6 +92,7 @@ class _Planner:
             name,
             "synchronizer_server.cli",
             *("serve", "--address", address, "--store", str(self.files.store_of(index))),
+            *("--snapshots", str(self.files.snapshots)),
             *("--journal", str(self.files.metrics_of(name))),
             *("--trainer-json-file", str(self.files.trainer)),
             *more,
@@ -108,6 +109,8 @@ class _Planner:
             arguments += ["--recover", fleet.recover]
             if fleet.recover == "checkpoint":
                 arguments += ["--checkpoint-every-s", repr(fleet.checkpoint_every_s)]
+            arguments += ["--snapshots", str(self.files.snapshots)]
+            arguments += ["--resume-from", str(self.files.resume_part(name))]
             arguments += ["--pace", repr(fleet.pace)] if fleet.pace else []
             arguments += ["--slow", repr(factors[index])] if index in factors else []
             specs.append(self.spec(name, "learner_client.cli", *arguments))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from decoupled_diloco.errors import Reason, UsageError
+from decoupled_diloco.snapshots import part_name
 
 RUNS_FOLDER: Final = Path("runs")
 """Where runs go when nothing else is said, below the current folder."""
@@ -101,6 +102,15 @@ class RunFiles:
     def redis_config(self) -> Path:
         """Configuration of the fleet's own Redis, with its password."""
         return self.redis / "redis.conf"
+
+    @property
+    def snapshots(self) -> Path:
+        """Snapshots of the whole fleet."""
+        return self.root / "snapshots"
+
+    def resume_part(self, learner_id: str) -> Path:
+        """Part of a snapshot that a learner is to go on from at the start of the fleet."""
+        return self.root / "resume" / part_name(learner_id)
 
     @property
     def logs(self) -> Path:

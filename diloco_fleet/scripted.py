@@ -2,36 +2,37 @@
 
 Synchronizer, learners, models and optimizer are the ones that ship; only what lies between them is
 replaced: the in-memory transport for the network, the inline runner for threads, the in-memory
-store and membership for disk and Redis, virtual time for the clock. So a schedule and a seed decide
-every bit of the result, and a schedule that was recorded can be played again.
+store and membership for disk and Redis, virtual time for the clock: schedule and seed decide all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import torch
 
 from decoupled_diloco.errors import Reason, UsageError
-from decoupled_diloco.settings import RunSettings
 from diloco_fleet.scripted_data import (
     Action,
     Advance,
     FleetResult,
+    GoBack,
     Join,
     Kill,
     LearnerResult,
     Leave,
+    Resume,
     StartSynchronizer,
     Step,
     StopSynchronizer,
+    TakeSnapshot,
     collect,
 )
+from diloco_fleet.scripted_learner import FleetSpec, ScriptedLearner
 from diloco_fleet.scripted_world import (
     Address,
     KeepingStore,
@@ -40,155 +41,12 @@ from diloco_fleet.scripted_world import (
     run_in_virtual_time,
     virtual_loop,
 )
-from learner_client import Change, Learner, OptimizerState, Runtime
-from learner_client.train.model import ModelConfig, Transformer, build_model, token_loss
+from learner_client.snapshots import SnapshotDirectory
+from synchronizer_server.core import events as ev
+from synchronizer_server.going_back import LATEST, choose, go_back
 
 _DRAIN_S: Final = 10.0
 _COME_BACK_S: Final = 60
-
-SMALL_MODEL: Final = ModelConfig(
-    vocab_size=32,
-    sequence_length=16,
-    num_layers=2,
-    hidden_size=16,
-    num_heads=2,
-    intermediate_size=32,
-)
-"""About 6000 parameters: an inner step takes milliseconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetSpec:
-    """What a scripted fleet is, beside its schedule.
-
-    Attributes:
-        seed: models, data, jitter and ids of requests come from it.
-        settings: settings of the run; ``num_learners`` says how many there may be.
-        model: shape of the model.
-        batch_sizes: sequences per inner step of each learner, in turn.
-        learning_rate: of the inner AdamW.
-        recover: what learners begin with, as for ``Learner``; with ``peer`` a learner that joins is
-            there once a peer has made its next step.
-    """
-
-    seed: int = 0
-    settings: RunSettings = field(
-        default_factory=lambda: RunSettings(num_fragments=6, sync_interval=6)
-    )
-    model: ModelConfig = SMALL_MODEL
-    batch_sizes: tuple[int, ...] = (4,)
-    learning_rate: float = 3e-3
-    recover: str = "params"
-
-
-def token_batch(spec: FleetSpec, shard: int, local_step: int) -> torch.Tensor:
-    """The batch of one inner step: int64 ``[B, T + 1]``, a noisy walk over the vocabulary.
-
-    Depends on seed, shard and local step alone, so that a learner that comes back goes on with
-    its data where it was.
-    """
-    size = spec.batch_sizes[shard % len(spec.batch_sizes)]
-    return _walk(spec, f"batch {spec.seed} {shard} {local_step}", size)
-
-
-def _walk(spec: FleetSpec, name: str, size: int) -> torch.Tensor:
-    length = spec.model.sequence_length
-    key = random.Random(name).getrandbits(60)
-    generator = torch.Generator().manual_seed(key)
-    vocab_size = spec.model.vocab_size
-    start = torch.randint(vocab_size, (size, 1), generator=generator)
-    strides = torch.randint(1, 3, (size, length), generator=generator)
-    return torch.cat((start, start + strides.cumsum(1)), dim=1) % vocab_size
-
-
-def leased_batch(spec: FleetSpec, samples: Iterable[tuple[int, int]]) -> torch.Tensor:
-    """The batch of leased samples: int64 ``[B, T + 1]``; one sample is the same in every epoch."""
-    rows = [_walk(spec, f"sample {spec.seed} {index}", 1) for _, index in samples]
-    return torch.cat(rows)
-
-
-class ScriptedLearner:
-    """One life of a learner: model, optimizer, and the real ``Learner`` round them.
-
-    Args:
-        spec: the fleet.
-        index: index of the learner, and part of its id.
-        life: which of the processes of this learner it is, from 1.
-        address: where the synchronizer is.
-
-    Attributes:
-        samples: leased samples as (epoch, index), by the local step that trained on them.
-    """
-
-    def __init__(self, spec: FleetSpec, index: int, life: int, address: Address) -> None:
-        self._spec = spec
-        self.learner_id = f"learner-{index}"
-        self._stack = contextlib.AsyncExitStack()
-        self.line = Line(address)
-        self.losses: list[float] = []
-        self.changes: list[str] = []
-        self.samples: list[tuple[int, list[tuple[int, int]]]] = []
-        self.model: Transformer = build_model(spec.model, seed=spec.seed + index)
-        self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), fused=True
-        )
-        self.inner_state = OptimizerState(self.model, self._optimizer)
-        self.learner = Learner(
-            self.model,
-            inner_state=self.inner_state,
-            recover=spec.recover,
-            learner_id=self.learner_id,
-            run_id=spec.settings.run_id,
-            on_change=self._changed,
-            transport=lambda: self.line,
-            # Timers are virtual: heartbeats, back-off and time-outs run as in production.
-            runtime=Runtime(
-                sleep=asyncio.sleep,
-                rng=random.Random(f"learner {spec.seed} {index} {life}"),
-                has_threads=False,
-            ),
-        )
-
-    def _changed(self, change: Change) -> None:
-        mode = "online" if change.online else "offline"
-        now = virtual_loop().time()
-        self.changes.append(f"{now!r} {change.state} {mode} {change.reason}".rstrip())
-
-    async def join(self) -> None:
-        """Joins and gets the published parameters."""
-        await self._stack.enter_async_context(self.learner)
-
-    def step(self) -> None:
-        """One inner step, and its boundary; none where leased data has not come."""
-        batch = self._next_batch()
-        if batch is None:
-            return
-        loss = token_loss(self.model, batch[:, :-1], batch[:, 1:])
-        self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
-        self.losses.append(loss.item())
-        self.learner.step(num_tokens=batch[:, 1:].numel(), loss=self.losses[-1])
-
-    def _next_batch(self) -> torch.Tensor | None:
-        spec, learner = self._spec, self.learner
-        if spec.settings.data_mode == "shards":
-            return token_batch(spec, learner.shard, learner.local_step)
-        size = spec.batch_sizes[learner.shard % len(spec.batch_sizes)]
-        samples = learner.data.take(size, shuffle_seed=spec.seed)
-        if samples is None:
-            return None
-        self.samples.append((learner.local_step + 1, samples))
-        return leased_batch(spec, samples)
-
-    async def leave(self) -> None:
-        """Says goodbye."""
-        await self._stack.aclose()
-
-    async def kill(self) -> None:
-        """Is gone: its connections break, and it never says a word again."""
-        await self.line.cut()
-        await self._stack.aclose()
 
 
 class ScriptedFleet:
@@ -241,6 +99,12 @@ class ScriptedFleet:
                 await self._stop(drain=action.drain)
             case StartSynchronizer():
                 await self._start()
+            case TakeSnapshot():
+                self._running().engine.handle(ev.SnapshotWanted())
+            case GoBack():
+                go_back(self.store, LATEST)
+            case Resume():
+                await self._join(action.learner, self._part(action.learner))
         await virtual_loop().settle()
         self._arrived()
         life = self._address.life
@@ -312,14 +176,22 @@ class ScriptedFleet:
             raise _impossible(f"learner {index} is not there; let it join first")
         return self.learners[index]
 
-    async def _join(self, index: int) -> None:
+    def _part(self, index: int) -> Path:
+        assert self.spec.snapshots is not None, "there is a directory for snapshots"
+        parts, newest = (
+            SnapshotDirectory(self.spec.snapshots),
+            choose(self.store.snapshots(), LATEST),
+        )
+        return parts.part(newest.name, f"learner-{index}")
+
+    async def _join(self, index: int, part: Path | None = None) -> None:
         self._running()
         if index in self.learners or index in self._joining:
             raise _impossible(f"learner {index} is there already; kill it first")
         life = self._num_lives[index] = self._num_lives.get(index, 0) + 1
         scripted = ScriptedLearner(self.spec, index, life, self._address)
         self._lines.append(scripted.line)
-        task = virtual_loop().create_task(scripted.join())
+        task = virtual_loop().create_task(scripted.join(part))
         self._joining[index] = (scripted, task)
         if self.spec.recover == "params":
             await asyncio.wait((task,))  # nobody else has to do anything for it

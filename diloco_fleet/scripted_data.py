@@ -74,7 +74,27 @@ class StartSynchronizer:
     """A synchronizer starts on the store of the one before."""
 
 
-Action = Join | Step | Leave | Kill | Advance | StopSynchronizer | StartSynchronizer
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeSnapshot:
+    """Asks for a snapshot of the whole fleet; the next round committed is its cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoBack:
+    """With no synchronizer there: the newest snapshot becomes the state of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """A new process goes on from this learner's part of the newest snapshot."""
+
+    learner: int
+
+
+Action = (
+    Join | Step | Leave | Kill | Advance | StopSynchronizer | StartSynchronizer
+    | TakeSnapshot | GoBack | Resume
+)  # fmt: skip
 
 _KINDS: Final[dict[str, type[Action]]] = {
     "join": Join,
@@ -84,6 +104,9 @@ _KINDS: Final[dict[str, type[Action]]] = {
     "advance": Advance,
     "stop_synchronizer": StopSynchronizer,
     "start_synchronizer": StartSynchronizer,
+    "take_snapshot": TakeSnapshot,
+    "go_back": GoBack,
+    "resume": Resume,
 }
 _NAMES: Final = {kind: name for name, kind in _KINDS.items()}
 _MAX_LEARNERS: Final = 10_000

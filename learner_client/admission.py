@@ -17,7 +17,7 @@ from decoupled_diloco.wire import (
 )
 from learner_client.checkpoint import SavedState
 from learner_client.core.learner_core import LearnerCore
-from learner_client.exchange import Grant
+from learner_client.grants import Grant
 from learner_client.leaders import LeaderSearch
 from learner_client.link import Link
 from learner_client.transport.base import Transport
@@ -149,4 +149,5 @@ def _read_grant(response: synchronizer_pb2.JoinResponse) -> Grant:
         local_step=response.local_step,
         global_step=response.clock.own_step,
         seed=response.seed,
+        snapshot=response.clock.snapshot,
     )

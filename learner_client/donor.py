@@ -17,7 +17,7 @@ from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import synchronizer_pb2, types_pb2
 from decoupled_diloco.wire import INNER_STATE_CODEC, incarnation_to
 from learner_client.core.learner_core import LearnerCore
-from learner_client.exchange import Grant
+from learner_client.grants import Grant
 from learner_client.inner_state import InnerState, encode_state
 from learner_client.link import Link
 

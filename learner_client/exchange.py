@@ -10,14 +10,12 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
 
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.layout import Layout
-from decoupled_diloco.settings import RunSettings
-from decoupled_diloco.versions import Incarnation, Version
+from decoupled_diloco.versions import Version
 from learner_client.buffers import BufferPool
 from learner_client.captures import Capture, PushWork
 from learner_client.core.connection import Change, Connection, Event, State
@@ -30,50 +28,14 @@ from learner_client.core.learner_core import (
 from learner_client.core.pending import PendingUpdates
 from learner_client.core.reports import StepReport
 from learner_client.data import LeasedData, Progress
+from learner_client.grants import Grant, Update
+from learner_client.snapshots import PartExchange
 from learner_client.tally import Tally
 
 _LOG = logging.getLogger("learner_client")
 
 _BAD = (State.FENCED, State.REFUSED)
 _OVER = (*_BAD, State.FINISHED, State.DRAINING, State.LEFT)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """A new published copy of a fragment.
-
-    Attributes:
-        fragment: its index.
-        version: the version; its digest was checked.
-        vector: the published copy, fp32 on the CPU; nobody changes it any more.
-    """
-
-    fragment: int
-    version: Version
-    vector: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """What a Join granted.
-
-    Attributes:
-        incarnation: this life of the learner.
-        term: current term of leadership.
-        settings: settings of the run.
-        shard: data shard of this learner id.
-        local_step: local step at which its data goes on.
-        global_step: global step of the synchronizer.
-        seed: True where this incarnation pushes the first parameters.
-    """
-
-    incarnation: Incarnation
-    term: int
-    settings: RunSettings
-    shard: int
-    local_step: int
-    global_step: int
-    seed: bool
 
 
 class Exchange:
@@ -101,11 +63,12 @@ class Exchange:
         self.grant: Grant | None = None
         self.layout: Layout | None = None
         self.tally = Tally()
+        self.snapshots = PartExchange()
         self.synced: Future[None] = Future()
         self._is_void = False
         self.data = LeasedData(
             is_over=self._is_over,
-            failure=lambda: self._failure,
+            failure=lambda: self.failure,
             on_wait=self._waits_for_data,
         )
         self.may_train: Callable[[], bool] = lambda: True
@@ -170,6 +133,7 @@ class Exchange:
 
     def granted(self, grant: Grant) -> None:
         """A Join was answered."""
+        self.snapshots.joined(grant.term, grant.snapshot)
         self.data.begin(grant.settings)
         with self._lock:
             self.grant = grant
@@ -299,6 +263,7 @@ class Exchange:
 
     def applied(self, update: Update) -> None:
         """An update is in the model."""
+        self.snapshots.applied(update.version)
         with self._lock:
             self._drop_capture(update.fragment)
             self._bases[update.fragment] = update.vector
@@ -367,7 +332,7 @@ class Exchange:
             self._is_void = False
             for fragment in self._bases:
                 self._drop_capture(fragment)
-                self.core.counters.reset(fragment)
+                self.core.counters.applied(fragment)
 
     def _is_over(self) -> bool:
         total = self.grant.settings.total_global_steps if self.grant is not None else 0

@@ -10,7 +10,7 @@ from decoupled_diloco.v1 import synchronizer_pb2
 from decoupled_diloco.versions import Version
 from learner_client.core.learner_core import LearnerCore
 from learner_client.donor import CopyDesk, Donor
-from learner_client.exchange import Grant
+from learner_client.grants import Grant
 from learner_client.inner_state import InnerState
 from learner_client.link import Link
 from learner_client.recovery import Recoverer

@@ -18,19 +18,23 @@ from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.layout import Layout
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Incarnation
+from learner_client.boundary import Boundary
 from learner_client.checkpoint import SavedState, saved_state_from
 from learner_client.core.connection import Change, State
 from learner_client.core.leadership import Move
 from learner_client.data import LeasedData
 from learner_client.dialling import search_for
-from learner_client.exchange import Exchange, Grant, Update
+from learner_client.exchange import Exchange
+from learner_client.grants import Grant
 from learner_client.inner_state import InnerState
 from learner_client.inner_work import InnerWork
 from learner_client.link import Identity
 from learner_client.overhead import Overhead, OverheadMeter
 from learner_client.parameters import ModuleParameters, Parameters
 from learner_client.runtime import Runtime
+from learner_client.snapshots import PartExchange, SnapshotDirectory
 from learner_client.status import LearnerStatus, not_joined, status_of
+from learner_client.training_state import SavedLearner, TrainingState
 from learner_client.transport.base import Transport
 from learner_client.worker import Worker
 
@@ -38,7 +42,6 @@ _LOG = logging.getLogger(__name__)
 
 _CLOSE_S: Final = 5.0
 _ADOPT_S: Final = 10.0
-_POLL_S: Final = 0.02
 
 
 class Learner:
@@ -74,6 +77,10 @@ class Learner:
         transport: opens another transport than gRPC; replaces ``address``.
         connect: opens another transport than gRPC to one of the addresses.
         runtime: time, chance and threads, for scripted fleets.
+        snapshots: where this learner's parts of the fleet's snapshots go; without it, it is left
+            out of them.
+        training_state: copies everything that the loop depends on (`TrainingState.capture`);
+            called within ``step`` where a snapshot is due.
 
     Raises:
         UsageError: where model or arguments cannot be right.
@@ -97,10 +104,15 @@ class Learner:
         transport: Callable[[], Transport] | None = None,
         connect: Callable[[str], Transport] | None = None,
         runtime: Runtime | None = None,
+        snapshots: SnapshotDirectory | None = None,
+        training_state: Callable[[SavedLearner], TrainingState] | None = None,
     ) -> None:
         if not learner_id:
             raise UsageError(Reason.CONFIG_INVALID, "learner_id is empty; give a stable name")
         self._inner = InnerWork(inner_state, recover)
+        if (snapshots is None) != (training_state is None):
+            why = "snapshots and training_state go together: give both"
+            raise UsageError(Reason.CONFIG_CONFLICT, why)
         self._parameters: Parameters = (
             ModuleParameters(model, embedding_names=embedding_names)
             if isinstance(model, nn.Module)
@@ -124,6 +136,9 @@ class Learner:
         self._join_timeout_s = join_timeout_s
         self._runtime = runtime
         self._exchange = Exchange(learner_id, on_change=on_change)
+        self._exchange.snapshots = PartExchange(snapshots)
+        self._boundary = Boundary(learner_id, self._parameters, self._exchange)
+        self._capture = None if training_state is None else (lambda: training_state(self))
         self._saved: SavedState | None = None
         self._worker: Worker | None = None
         self._task: asyncio.Task[None] | None = None
@@ -138,7 +153,8 @@ class Learner:
         """The boundary after one inner step; never waits for the network.
 
         In this order: counts the step, writes pending updates into the model, copies the fragments
-        that are due next (and, where a peer asks for it, the inner state), hands over a report.
+        that are due next (and, where a peer asks for it, the inner state), hands over a report. A
+        part of a snapshot that is due is recorded before the first update above its cut.
 
         Args:
             num_tokens: tokens trained in this step.
@@ -157,11 +173,8 @@ class Learner:
         if self._exchange.failure is not None:
             raise self._exchange.failure
         progress = self._exchange.data.trained(num_samples)
-        self._write(self._exchange.count(num_tokens))
-        if self._exchange.is_void(progress):
-            self._write_published()
-            self._exchange.discarded()
-        self._copy_due()
+        if self._boundary.cross(num_tokens, progress, self._capture):
+            worker.part_captured()
         self._inner.serve(self._exchange.core)
         now = time.perf_counter()
         loop_s, self._stepped_at = now - self._stepped_at, now
@@ -174,20 +187,6 @@ class Learner:
         )
         worker.wake()
         self._meter.add(inside_s=time.perf_counter() - began, loop_s=loop_s)
-
-    def _write(self, updates: list[Update]) -> None:
-        layout = self._layout()
-        for update in updates:
-            self._parameters.write_fragment(layout.fragments[update.fragment], update.vector)
-            self._exchange.applied(update)
-
-    def _copy_due(self) -> None:
-        layout = self._layout()
-        captures = self._exchange.to_copy()
-        for capture in captures:
-            fragment = layout.fragments[capture.stamp.fragment]
-            self._parameters.read_fragment(fragment, capture.vector)
-        self._exchange.copied(captures)
 
     # -- what a loop wants to know ---------------------------------------------------------
 
@@ -255,15 +254,7 @@ class Learner:
         Between two steps only. A flat dict of tensors on the CPU, fit for safetensors.
         """
         self._granted()
-        core, bases = self._exchange.core, self._exchange.bases
-        versions = core.versions
-        saved = SavedState(
-            fingerprint=self._layout().fingerprint,
-            local_step=core.local_step,
-            counters=core.counters,
-            published={p: (versions[p], bases[p]) for p in versions},
-        )
-        return saved.to_dict()
+        return self._boundary.saved_state().to_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Goes on from a saved state; before entering, with the model restored to the same moment.
@@ -298,16 +289,12 @@ class Learner:
         self._running()
         total = self.settings.total_global_steps
         give_up = time.monotonic() + (timeout_s if self._task is None else 0.0)
-        self._write(self._exchange.take_updates())
-        while self.finished and self.global_step < total and time.monotonic() < give_up:
-            time.sleep(_POLL_S)
-            self._write(self._exchange.take_updates())
-        self._write_published()
+        self._boundary.adopt(
+            until=lambda: (
+                not self.finished or self.global_step >= total or time.monotonic() >= give_up
+            )
+        )
         return self.global_step
-
-    def _write_published(self) -> None:
-        for fragment, base in self._exchange.bases.items():
-            self._parameters.write_fragment(self._layout().fragments[fragment], base)
 
     # -- entering and leaving --------------------------------------------------------------
 
@@ -392,11 +379,10 @@ class Learner:
         return self._worker
 
     def _begin(self) -> None:
-        self._write(self._exchange.take_updates())
-        if self._saved is not None and self.settings.data_mode == "leases":
-            # The samples behind its local progress went to others when that life ended.
-            self._write_published()
-            self._exchange.discarded()
+        self._boundary.write(self._exchange.take_updates())
+        if self._saved is not None and self._worker is not None:
+            self._boundary.go_on(self._saved, self.settings)
+            self._worker.wake()
         self._stepped_at = time.perf_counter()
 
     def _running(self) -> Worker:

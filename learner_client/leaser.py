@@ -11,7 +11,7 @@ from decoupled_diloco.versions import Incarnation
 from decoupled_diloco.wire import incarnation_to
 from learner_client.core.retry import Backoff
 from learner_client.data import Lease
-from learner_client.exchange import Grant
+from learner_client.grants import Grant
 from learner_client.link import Link
 
 _RETRIED: Final = frozenset({Reason.UNAVAILABLE, Reason.STARTING, Reason.DRAINING})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from decoupled_diloco.v1 import types_pb2
+from decoupled_diloco.v1 import synchronizer_pb2, types_pb2
+from learner_client.core.reports import StepReport
 from learner_client.exchange import Exchange
 from learner_client.parameters import Parameters
 from learner_client.runtime import Runtime
@@ -46,4 +47,22 @@ class Link:
             term=core.term,
             own_step=core.local_step,
             known_global_steps=core.known_global_steps,
+            snapshot=self.exchange.snapshots.recorded,
+        )
+
+    def inner_step(self, report: StepReport) -> synchronizer_pb2.InnerStep:
+        """A report as a message."""
+        clock = self.clock()
+        clock.own_step = report.local_step
+        del clock.known_global_steps[:]
+        clock.known_global_steps.extend(report.applied)
+        return synchronizer_pb2.InnerStep(
+            clock=clock,
+            num_tokens=report.num_tokens,
+            num_steps=report.num_steps,
+            loss=report.loss,
+            step_seconds=report.step_s,
+            overhead_seconds=report.overhead_s,
+            data_lease_id=report.data_lease_id,
+            data_position=report.data_position,
         )

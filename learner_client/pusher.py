@@ -15,7 +15,7 @@ from decoupled_diloco.v1 import synchronizer_pb2, types_pb2
 from learner_client.captures import PushWork
 from learner_client.core.learner_core import AnswerDecline, PullRequest
 from learner_client.core.retry import REJOIN, Backoff
-from learner_client.exchange import Grant
+from learner_client.grants import Grant
 from learner_client.link import Link
 from learner_client.pushes import encode, outer_gradient, push_header, seed_header, send
 
@@ -171,6 +171,7 @@ class Pusher:
                     raise
                 failure, offset = error, _resume_at(error, len(payload))
             else:
+                self._link.exchange.snapshots.heard(response.clock)
                 if response.outcome != synchronizer_pb2.PUSH_OUTCOME_RESUME:
                     self._link.exchange.tally.bytes_up += len(payload)
                     return response

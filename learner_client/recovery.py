@@ -25,7 +25,7 @@ from decoupled_diloco.wire import (
     malformed,
 )
 from learner_client.core.retry import REJOIN
-from learner_client.exchange import Grant
+from learner_client.grants import Grant
 from learner_client.inner_state import InnerState, decode_state
 from learner_client.link import Link
 

@@ -25,6 +25,12 @@ class LearnerSettings:
     learner_id: str = setting("", "stable id of this learner; its data shard belongs to it")
     run_dir: Path = setting(Path(), "run directory: data/ is read, metrics/ is written")
     device: str = setting("auto", "auto, cpu, cuda or cuda:0")
+    snapshots: Path | None = setting(
+        None, "directory of the fleet's snapshots, for this learner's parts; none without it"
+    )
+    resume_from: Path | None = setting(
+        None, "part of a snapshot to go on from, where it is there; removed once it has served"
+    )
     pace: float = setting(0.0, "shortest time of an inner step, seconds")
     slow: float = setting(1.0, "run at this share of the speed, above 0 and at most 1")
     threads: int = setting(0, "torch threads; 0 leaves it to PyTorch and OMP_NUM_THREADS")

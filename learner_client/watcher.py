@@ -14,7 +14,7 @@ from decoupled_diloco.v1 import synchronizer_pb2
 from decoupled_diloco.versions import Version
 from decoupled_diloco.wire import held_to, incarnation_to
 from learner_client.core.retry import Backoff
-from learner_client.exchange import Grant, Update
+from learner_client.grants import Grant, Update
 from learner_client.link import Link
 from learner_client.updates import FRAGMENT_BROKEN, StagedUpdate, UpdateStager, apply_update
 
@@ -112,12 +112,15 @@ class Watcher:
                 link.exchange.connected()
                 kind = response.WhichOneof("kind")
                 if kind == "header":
+                    # Before the update itself: it may be the marker of a cut below it.
+                    link.exchange.snapshots.heard(response.header.clock)
                     stager.header(response.header)
                 elif kind == "chunk":
                     staged = stager.chunk(response.chunk)
                     if staged is not None:
                         await self._take(staged, layout.num_fragments)
                 elif kind == "caught_up":
+                    link.exchange.snapshots.heard(response.caught_up.clock)
                     self._is_current = True
                     self._check_complete(layout.num_fragments)
         raise DilocoError(Reason.UNAVAILABLE, "the synchronizer ended the stream of updates")

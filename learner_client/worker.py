@@ -25,9 +25,9 @@ from learner_client.admission import Admission
 from learner_client.checkpoint import SavedState
 from learner_client.core.connection import Event, State, left_out
 from learner_client.core.learner_core import PullRequest
-from learner_client.core.reports import StepReport
 from learner_client.core.retry import REJOIN, Backoff, is_fatal
-from learner_client.exchange import Exchange, Grant
+from learner_client.exchange import Exchange
+from learner_client.grants import Grant
 from learner_client.inner_work import InnerWork
 from learner_client.leaders import LeaderSearch
 from learner_client.leaser import Leaser
@@ -35,6 +35,8 @@ from learner_client.link import Identity, Link
 from learner_client.parameters import Parameters
 from learner_client.pusher import Pusher
 from learner_client.runtime import Runtime
+from learner_client.snapshots import write_parts
+from learner_client.tasks import cancel, together
 from learner_client.watcher import Watcher
 
 _LOG = logging.getLogger("learner_client")
@@ -81,6 +83,7 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
+        self._captured = asyncio.Event()
         self._stop_reason = ""
         self._declines: deque[synchronizer_pb2.PullDeclined] = deque(maxlen=_MAX_DECLINES)
         self._seeded: Incarnation | None = None
@@ -99,6 +102,10 @@ class Worker:
     def wake(self) -> None:
         """There is something to report. Waits for nothing."""
         self._call_soon(self._wake.set)
+
+    def part_captured(self) -> None:
+        """There is a part of a snapshot to write. Waits for nothing."""
+        self._call_soon(self._captured.set)
 
     def stop(self, reason: str) -> None:
         """Asks the background work to say goodbye and end. Waits for nothing."""
@@ -142,10 +149,15 @@ class Worker:
         )
         work = self._loop.create_task(self._serve(link))
         stop = self._loop.create_task(self._stop.wait())
+        parts = self._loop.create_task(
+            write_parts(
+                link.exchange.snapshots, self._identity.learner_id, self._captured, link.runtime
+            )
+        )
         try:
             await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel(work, stop)
+            await cancel(work, stop, parts)
             await self._leave(link)
             await link.transport.aclose()
             self._exchange.ended()
@@ -215,7 +227,7 @@ class Worker:
             ),
             self._until_lost(leaser.run(grant)),
         )
-        await _together(*streams)
+        await together(*streams)
 
     def _progress(self) -> tuple[bool, int]:
         """Whether news may come, and how many did."""
@@ -285,6 +297,10 @@ class Worker:
             self._exchange.happened(Event.DRAIN, "drain", response.drain.reason)
         elif kind == "stop":
             self._exchange.happened(Event.STOP, "complete", response.stop.reason)
+        elif kind == "snapshot":
+            self._exchange.snapshots.noticed(
+                grant.term, response.snapshot.global_step, over=response.snapshot.over
+            )
         elif kind == "quarantine":
             told = response.quarantine
             if told.reason or self._exchange.connection.reason == Reason.QUARANTINED:
@@ -335,7 +351,7 @@ class Worker:
             if report is not None:
                 is_sent = False
                 try:
-                    yield synchronizer_pb2.ReportRequest(inner_step=_inner_step(link, report))
+                    yield synchronizer_pb2.ReportRequest(inner_step=link.inner_step(report))
                     is_sent = True
                 finally:
                     if not is_sent:
@@ -367,40 +383,5 @@ class Worker:
         self._exchange.happened(Event.LEAVE, "left", self._stop_reason)
 
 
-def _inner_step(link: Link, report: StepReport) -> synchronizer_pb2.InnerStep:
-    clock = link.clock()
-    clock.own_step = report.local_step
-    del clock.known_global_steps[:]
-    clock.known_global_steps.extend(report.applied)
-    return synchronizer_pb2.InnerStep(
-        clock=clock,
-        num_tokens=report.num_tokens,
-        num_steps=report.num_steps,
-        loss=report.loss,
-        step_seconds=report.step_s,
-        overhead_seconds=report.overhead_s,
-        data_lease_id=report.data_lease_id,
-        data_position=report.data_position,
-    )
-
-
 async def _wait_for(future: asyncio.Future[None]) -> None:
     await future
-
-
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _together(*streams: Coroutine[Any, Any, None]) -> None:
-    """Runs all; the first that fails ends the others, and is raised."""
-    tasks = [asyncio.get_running_loop().create_task(stream) for stream in streams]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        await _cancel(*tasks)
-    for task in tasks:
-        if task in done:
-            task.result()

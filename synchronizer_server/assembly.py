@@ -117,6 +117,7 @@ async def assemble(
     parts.committer.make_record = _record_maker(engine)
     await outside.store_runner.submit(lambda: _begin_term(engine, store, loaded, restored))
     _start(engine, store, loaded)
+    engine.snapshots.start(await outside.store_runner.submit(store.snapshots))
     if loaded is not None:
         await engine.rounds.mark_seeded()  # it may have been away when the run was seeded
     return Assembled(engine=engine, joins=JoinDesk(engine, store))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,13 @@ import click
 
 from decoupled_diloco import fault_points
 from decoupled_diloco.config import cli_errors, click_options, load_settings
-from decoupled_diloco.errors import Reason, UsageError
+from decoupled_diloco.errors import EXIT_OK, Reason, UsageError
 from decoupled_diloco.logs import configure_logging
 from decoupled_diloco.settings import RunSettings
+from synchronizer_server.going_back import LATEST, go_back
 from synchronizer_server.server import Server
 from synchronizer_server.settings import ServerSettings
+from synchronizer_server.store.disk import DiskStore
 
 T = TypeVar("T")
 
@@ -55,6 +58,20 @@ def serve(config_file: Path | None, trainer_json_file: Path | None, **flags: obj
     )
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(run, settings))
+
+
+@cli.command()
+@click.option("--store", type=click.Path(path_type=Path), required=True, help="The store.")
+@click.option("--run-id", required=True, help="The run that it holds.")
+@click.option(
+    "--snapshots", type=click.Path(path_type=Path), help="The snapshots [default: in the store]."
+)
+@click.option("--snapshot", default=LATEST, show_default=True, help="TERM.STEP, STEP or latest.")
+def restore(store: Path, run_id: str, snapshots: Path | None, snapshot: str) -> int:
+    """Goes back to a snapshot: the next start of a synchronizer goes on from it."""
+    with contextlib.closing(DiskStore(store, run_id, snapshots=snapshots)) as disk:
+        click.echo(go_back(disk, snapshot).describe())
+    return EXIT_OK
 
 
 def _load(cls: type[T], section: str, flags: dict[str, object], file: Path | None) -> T:

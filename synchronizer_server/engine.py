@@ -24,6 +24,7 @@ from synchronizer_server.parts import Parts
 from synchronizer_server.recovery import RelayDesk
 from synchronizer_server.roll_backs import RollBacks
 from synchronizer_server.round_work import RoundWork
+from synchronizer_server.snapshotting import SnapshotDesk
 from synchronizer_server.streams import ReportStream
 from synchronizer_server.tensors import TensorBook
 from synchronizer_server.tickets import TicketDesk
@@ -51,6 +52,9 @@ class Engine:
         self.ledger = Ledger()
         self.rounds = RoundWork(parts, self.ledger, self.handle)
         self.relays = RelayDesk(self.tell, parts.journal)
+        self.snapshots = SnapshotDesk(
+            parts, handle=self.handle, send_all=self._send_all, spawn=self.spawn
+        )
         self.complete = asyncio.Event()
         self.started_at = parts.clock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,6 +87,7 @@ class Engine:
             term=self.core.state.term,
             own_step=self.core.state.committed,
             known_global_steps=[v.global_step for v in self.updates.versions()],
+            snapshot=self.core.snapshots.cut,
         )
 
     @property
@@ -130,6 +135,7 @@ class Engine:
         """Cancels what runs beside and ends all streams, with ``farewell`` where one is given."""
         self.closed = True
         self.farewell = farewell or self.farewell
+        self.snapshots.close()
         self.roll_backs.ended()
         self.parts.committer.wake_watchers()
         for stream in list(self.streams.values()):
@@ -184,6 +190,8 @@ class Engine:
                 self.rounds.publish_seed()
             case fx.Fence() | fx.CloseStream():
                 self._end_stream(effect)
+            case fx.BeginSnapshot() | fx.KeepSnapshot() | fx.EndSnapshot():
+                self.snapshots.carry_out(effect)
             case fx.Completed():
                 self._completed(effect)
             case fx.QuarantineChanged():
@@ -311,6 +319,7 @@ class Engine:
         word = "complete" if self.core.state.finished else "drained"
         logger.info("%s at global step %d", word, effect.global_step)
         self.parts.journal.write(word, global_step=effect.global_step)
+        self.snapshots.close()
         self.roll_backs.ended()
         self.complete.set()
 

@@ -83,7 +83,12 @@ class Server:
         tune_allocator()
         torch.set_num_threads(settings.threads)
         membership, keeper = self._keepers()
-        store = DiskStore(settings.store, self._run.run_id, durability=settings.durability)  # type: ignore[arg-type]
+        store = DiskStore(
+            settings.store,
+            self._run.run_id,
+            durability=settings.durability,  # type: ignore[arg-type]
+            snapshots=settings.snapshots,
+        )
         outside = Outside(
             store=store,
             membership=membership,

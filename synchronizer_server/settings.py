@@ -20,6 +20,11 @@ class ServerSettings:
 
     address: str = setting("127.0.0.1:50051", "host:port to listen on; port 0 takes any")
     store: Path = setting(Path("store"), "directory of the durable store; one run, one writer")
+    snapshots: Path | None = setting(
+        None,
+        "directory of the fleet's snapshots; all synchronizers of a run may share it "
+        "[default: within the store]",
+    )
     durability: str = setting(
         "disk",
         "disk: fsync before publish; standby: another process has it, disk where none is in sync; "

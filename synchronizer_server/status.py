@@ -56,6 +56,7 @@ def status_message(engine: Engine, labels: Mapping[str, Mapping[str, str]]) -> p
         ),
         totals=engine.ledger.totals(sum(x.num_tokens_merged for x in learners)),
         uptime_seconds=now - engine.started_at,
+        snapshot=engine.snapshots.status(),
         role="leading",
         record_term=engine.parts.claim.term,
         replication=None if engine.parts.replicas is None else _replication(engine.parts.replicas),

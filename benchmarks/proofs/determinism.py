@@ -28,7 +28,7 @@ import click
 import torch
 
 from decoupled_diloco.settings import RunSettings
-from diloco_fleet.scripted import FleetSpec, run_fleet
+from diloco_fleet.scripted import run_fleet
 from diloco_fleet.scripted_data import (
     Action,
     FleetResult,
@@ -37,6 +37,7 @@ from diloco_fleet.scripted_data import (
     schedule_to_lines,
     steady_schedule,
 )
+from diloco_fleet.scripted_learner import FleetSpec
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -19,6 +19,7 @@ from decoupled_diloco.logs import LOG_FORMATS
 from decoupled_diloco.settings import RunSettings
 from diloco_fleet.director import Director
 from diloco_fleet.fleet_settings import FleetSettings, Resolved, resolve
+from diloco_fleet.going_back import forget_resume, resume_from
 from diloco_fleet.journal import FleetJournal
 from diloco_fleet.local import Bounds, Outcome, Supervisor
 from diloco_fleet.metrics import FLEET, last_round
@@ -94,6 +95,10 @@ _TRAINER = TrainSettings()
 )
 @click.option("--resume", is_flag=True, help="go on with the run of --name or --run-dir")
 @click.option(
+    "--snapshot",
+    help="with --resume: go back to this snapshot of the whole fleet: latest, TERM.STEP or STEP",
+)
+@click.option(
     "--log-format",
     type=click.Choice(LOG_FORMATS),
     default="text",
@@ -104,6 +109,7 @@ def command(
     config: Path | None,
     run_dir: Path | None,
     resume: bool,
+    snapshot: str | None,
     log_format: str,
     **flags: object,
 ) -> int:
@@ -116,6 +122,10 @@ def command(
     A setting comes from its flag, else from the variable DILOCO_..., else from the file, else
     it has its default. Settings without a flag go into the file.
     """
+    if snapshot is not None and not resume:
+        raise UsageError(
+            Reason.CONFIG_CONFLICT, "--snapshot goes with --resume: a new run has no snapshot"
+        )
     prepare = _resume if resume else _begin
     with prepare(config, run_dir, flags) as (files, given):
         resolved = with_corpus(files, given)
@@ -123,6 +133,9 @@ def command(
         write_run(files, resolved)
         if plan.redis is not None:
             write_standby(files, plan.redis)
+        forget_resume(files)
+        if snapshot is not None:
+            resume_from(files, resolved.run.value.run_id, snapshot, click.echo)
     return _run(files, resolved, plan)
 
 

@@ -39,6 +39,8 @@ class Counters:
         num_fragments: P.
         totals: where the totals stand, when counting goes on from a saved state.
         origins: where each fragment's counters start; at ``totals`` by default.
+        applied: where they would start if nothing had been accepted since the last update; at
+            ``origins`` by default.
     """
 
     def __init__(
@@ -47,10 +49,13 @@ class Counters:
         *,
         totals: Totals | None = None,
         origins: tuple[Totals, ...] | None = None,
+        applied: tuple[Totals, ...] | None = None,
     ) -> None:
         self._totals = totals or Totals()
         self._origins = list(origins or (self._totals,) * num_fragments)
-        assert len(self._origins) == num_fragments, (len(self._origins), num_fragments)
+        self._applied = list(applied or self._origins)
+        for kept in (self._origins, self._applied):
+            assert len(kept) == num_fragments, (len(kept), num_fragments)
 
     @property
     def totals(self) -> Totals:
@@ -61,6 +66,19 @@ class Counters:
     def origins(self) -> tuple[Totals, ...]:
         """Where the counters of each fragment start."""
         return tuple(self._origins)
+
+    @property
+    def applied_origins(self) -> tuple[Totals, ...]:
+        """Where they would start if nothing had been accepted since the last update."""
+        return tuple(self._applied)
+
+    def without_acceptances(self) -> Counters:
+        """These counters as if nothing had been accepted since the last update of each fragment.
+
+        An acceptance changes no parameter, so this undoes it exactly.
+        """
+        origins = self.applied_origins
+        return Counters(len(origins), totals=self._totals, origins=origins)
 
     def count(self, num_tokens: int) -> None:
         """Counts one inner step on all fragments."""
@@ -73,6 +91,10 @@ class Counters:
         at = at or self._totals
         if at.num_steps > self._origins[fragment].num_steps:
             self._origins[fragment] = at
+
+    def applied(self, fragment: int) -> None:
+        """An update was written into the model: the counters of ``fragment`` start anew."""
+        self._origins[fragment] = self._applied[fragment] = self._totals
 
     def of(self, fragment: int, at: Totals | None = None) -> Totals:
         """Counters of ``fragment`` as they are (were, for a copy) at ``at``, now by default."""

@@ -190,7 +190,7 @@ class LearnerCore:
         self._versions[fragment] = version
         self._applications[fragment] += 1
         self._stamps.pop(fragment, None)
-        self.counters.reset(fragment)
+        self.counters.applied(fragment)
         self._adopt(version)
         self.due.heard(self._position[1])
 

@@ -8,17 +8,18 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
-from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, Reason, UsageError
+from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, DilocoError, Reason, UsageError
 from decoupled_diloco.journal import Journal
 from learner_client.core.connection import Change
 from learner_client.core.leadership import Move
 from learner_client.inner_state import OptimizerState
 from learner_client.learner import Learner
 from learner_client.settings import LearnerSettings
+from learner_client.snapshots import SnapshotDirectory
 from learner_client.train.applied import AppliedVersions
 from learner_client.train.checkpoints import Checkpoints
 from learner_client.train.data import LeasedBatches, ShardedBatches
@@ -28,7 +29,7 @@ from learner_client.train.optimizer import build_optimizer, set_learning_rate
 from learner_client.train.schedule import learning_rate_at
 from learner_client.train.setup import Setup, load_setup
 from learner_client.train.stopping import StopRequest
-from learner_client.training_state import TrainingState
+from learner_client.training_state import SavedLearner, TrainingState, load_training_state
 from learner_client.transport.calls import num_calls
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,15 @@ class ScheduleClock:
         self._limit = limit
         self._heard = -1
         self._steps = 0
+
+    def state(self) -> dict[str, int]:
+        """Where the clock stands, as whole numbers."""
+        return {"clock_heard": self._heard + 1, "clock_steps": self._steps}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Goes on where ``state`` was taken; where it is of another kind, it starts anew."""
+        self._heard = state.get("clock_heard", 0) - 1
+        self._steps = max(state.get("clock_steps", 0), 0)
 
     def read(self, global_step: int) -> float:
         """Returns the estimate for the inner step that begins; call once per inner step."""
@@ -90,6 +100,7 @@ class Trainer:
             if settings.recover == "checkpoint"
             else None
         )
+        self._position: Callable[[], int] = lambda: 0
         run = setup.run
         self._clock = ScheduleClock(run.num_fragments / run.sync_interval, float(run.num_fragments))
         self._applied = AppliedVersions()
@@ -101,6 +112,7 @@ class Trainer:
         Raises:
             DilocoError: why it cannot take part (any more).
         """
+        folder = self._settings.snapshots
         learner = Learner(
             self._model,
             address=self._settings.address,
@@ -112,17 +124,24 @@ class Trainer:
             insecure=self._settings.insecure,
             on_change=self._changed,
             on_move=self._moved,
+            snapshots=SnapshotDirectory(folder) if folder is not None else None,
+            training_state=self._capture if folder is not None else None,
         )
-        saved_position = self._go_back(learner)
+        saved = self._resume(learner)
+        is_resumed = saved is not None
+        saved = saved or self._go_back(learner)
         with learner:
             before = num_calls(), num_calls(threading.get_ident())
+            if is_resumed and self._settings.resume_from is not None:
+                # It has served: a restart of this process goes on with the fleet as it is then.
+                self._settings.resume_from.unlink(missing_ok=True)
             self._metrics.write(
                 "joined",
                 incarnation=str(learner.incarnation),
                 local_step=learner.local_step,
                 shard=learner.shard,
             )
-            self._train(learner, saved_position)
+            self._train(learner, 0 if saved is None else saved.data.get("position", 0))
         self._metrics.write(
             "stop",
             local_step=learner.local_step,
@@ -140,27 +159,47 @@ class Trainer:
         )
         return EXIT_OK if learner.finished else EXIT_DRAINED
 
-    def _go_back(self, learner: Learner) -> int:
-        """Restores the own checkpoint, where that is asked for; returns its data position."""
+    def _capture(self, learner: SavedLearner) -> TrainingState:
+        data = {"position": self._position(), **self._clock.state()}
+        return TrainingState.capture(self._model, self._inner_state, learner, data)
+
+    def _go_back(self, learner: Learner) -> TrainingState | None:
+        """Goes on from the own checkpoint, where that is asked for and there is one."""
         state = self._checkpoints.load() if self._checkpoints is not None else None
         if state is None:
-            return 0
+            return None
         try:
             state.restore(self._model, self._inner_state, learner)
         except UsageError as error:
             logger.warning("the checkpoint is not used: %s", error)
-            return 0
-        position = state.data.get("position", 0)
-        logger.info("goes on from its checkpoint, %d batches in", position)
-        return position
+            return None
+        logger.info("goes on from its checkpoint, %d batches in", state.data.get("position", 0))
+        return state
+
+    def _resume(self, learner: Learner) -> TrainingState | None:
+        """Goes on from a part of a snapshot; what cannot be used is told, and left alone."""
+        path = self._settings.resume_from
+        if path is None or not path.exists():
+            return None
+        try:
+            state = load_training_state(path)
+            state.restore(self._model, self._inner_state, learner)
+        except DilocoError as error:
+            logger.warning("starts like a new learner, without its part of a snapshot: %s", error)
+            self._metrics.write("not_resumed", reason=str(error.reason), detail=error.message)
+            return None
+        self._clock.restore(state.data)
+        logger.info("goes on from its part of a snapshot, %s", path)
+        self._metrics.write("resumed", part=str(path))
+        return state
 
     def _train(self, learner: Learner, saved_position: int) -> None:
         # What was heard of an earlier life beyond its checkpoint is not trained again.
-        next_batch, position = self._batches(learner, max(learner.local_step, saved_position))
+        start = max(learner.local_step, saved_position)
+        next_batch, self._position = self._batches(learner, start)
 
         def capture() -> TrainingState:
-            data = {"position": position()}
-            return TrainingState.capture(self._model, self._inner_state, learner, data)
+            return self._capture(learner)
 
         self._stop.heed()
         while not (learner.finished or learner.draining or self._stop.is_set()):

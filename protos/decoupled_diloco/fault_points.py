@@ -49,7 +49,7 @@ class FaultPoint(StrEnum):
     MID_TAKEOVER = "mid_takeover"
     """Standby: it holds the lease of a new term and has served nobody."""
     MID_SNAPSHOT = "mid_snapshot"
-    """Synchronizer and learner: half of its part of a snapshot is written."""
+    """Synchronizer and learner: its part of a snapshot is begun, and not whole."""
     MID_RECOVERY = "mid_recovery"
     """Donor: half of the inner state is sent. Learner: half of it has come."""
 

@@ -108,6 +108,9 @@ class RunSettings:
         0, "global steps between snapshots of the whole fleet; 0 takes them only on request"
     )
     keep_snapshots: int = setting(2, "complete snapshots that are kept")
+    snapshot_timeout_s: float = setting(
+        300.0, "longest wait for a learner's part of a snapshot, whatever was measured"
+    )
     push_floor_s: float = setting(
         1.0, "shortest time that a push gets, however fast the fleet steps"
     )
@@ -175,6 +178,7 @@ class RunSettings:
             "lease_timeout_s": (0.1, 3600.0),
             "heartbeat_interval_s": (0.01, 3600.0),
             "heartbeat_timeout_s": (0.02, 36000.0),
+            "snapshot_timeout_s": (0.1, 36000.0),
             "push_floor_s": (0.01, 3600.0),
             "push_timeout_s": (0.01, 36000.0),
         }.items():

@@ -6,6 +6,7 @@ before it is published; a published round is complete for everybody who asks aft
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -223,6 +224,51 @@ class LearnerChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BeginSnapshot:
+    """Pin the newest record and what it names; tell all learners of the cut.
+
+    Attributes:
+        global_step: the cut, S: the round that was just published.
+        awaited: learners whose parts are to come.
+    """
+
+    global_step: int
+    awaited: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepSnapshot:
+    """All parts are there: write the manifest, which makes the snapshot complete.
+
+    Attributes:
+        global_step: its cut.
+        recorded: incarnation of every learner that is in it.
+        left_out: why the others are not.
+    """
+
+    global_step: int
+    recorded: Mapping[str, Incarnation]
+    left_out: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndSnapshot:
+    """The snapshot is over; where it failed, what there is of it goes.
+
+    Attributes:
+        global_step: its cut.
+        participants: learners that recorded their part.
+        left_out: why the others did not.
+        failure: why it failed; empty where it is complete.
+    """
+
+    global_step: int
+    participants: tuple[str, ...]
+    left_out: Mapping[str, str]
+    failure: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantineChanged:
     """A learner is left out for a while, or (reason empty) is tried again.
 
@@ -320,6 +366,9 @@ Effect = (
     | PublishRound
     | WaitChanged
     | LearnerChanged
+    | BeginSnapshot
+    | KeepSnapshot
+    | EndSnapshot
     | QuarantineChanged
     | CountersCut
     | RollBackFailed

@@ -312,6 +312,35 @@ class DonationFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotWanted:
+    """An operator asked for a snapshot: the next round that is committed becomes its cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotRecorded:
+    """The learner's clock shows that its part of this cut is written: the return marker."""
+
+    learner_id: str
+    incarnation: Incarnation
+    global_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotKept:
+    """The manifest of the snapshot with this cut is durable."""
+
+    global_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotFailed:
+    """The synchronizer's own part, or the manifest, could not be written."""
+
+    global_step: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryEnded:
     """The recipient has everything, or is gone."""
 
@@ -350,5 +379,9 @@ Event = (
     | DonationProgressed
     | DonationFailed
     | RecoveryEnded
+    | SnapshotWanted
+    | SnapshotRecorded
+    | SnapshotKept
+    | SnapshotFailed
     | Tick
 )

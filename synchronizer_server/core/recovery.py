@@ -212,7 +212,7 @@ class RecoveryDesk:
         return num_missing, self._num_given[learner.learner_id], -sum(known), learner.learner_id
 
     def _may_give(self, learner: Learner, recovery: Recovery) -> bool:
-        """A donor has trained in this life and has every fragment; it neither recovers nor is out."""
+        """A donor has trained in this life, has every fragment, and is not left out itself."""
         return (
             learner.stepped
             and not learner.quarantine

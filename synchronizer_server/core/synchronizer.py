@@ -24,6 +24,7 @@ from synchronizer_server.core.recovery import RecoveryDesk
 from synchronizer_server.core.roster import Learner, LearnerState
 from synchronizer_server.core.scheduler import Scheduler
 from synchronizer_server.core.seeding import Seeding
+from synchronizer_server.core.snapshots import Snapshots
 from synchronizer_server.core.state import CoreState, Restored, RollBackOrder, new_state
 from synchronizer_server.core.waits import Waiting, WaitLog, Waits
 
@@ -56,9 +57,10 @@ class SynchronizerCore:
         self._desk = PushDesk(self.state)
         self._scheduler = Scheduler(self.state, self._desk)
         self._seeding = Seeding(self.state)
+        self.snapshots = Snapshots(self.state)
         self._data = DataDesk(self.state)
         self._recoveries = RecoveryDesk(self.state)
-        self._wait_log = WaitLog(Waits(self.state, self._scheduler))
+        self._wait_log = WaitLog(Waits(self.state, self._scheduler, self.snapshots))
 
     def fix_layout(self, num_fragments: int) -> None:
         """The first learner brought the model: the layout has P fragments from now on."""
@@ -76,6 +78,7 @@ class SynchronizerCore:
         self._seeding.advance(now)
         self._scheduler.advance(now)
         self._recoveries.advance(now)
+        self.snapshots.advance(now)
         self.state.effects.extend(self._wait_log.observe(now, self._patience_s()))
         effects, self.state.effects = self.state.effects, []
         return effects
@@ -85,6 +88,7 @@ class SynchronizerCore:
         state = self.state
         times: list[float | None] = [
             *self._scheduler.deadlines(now),
+            *self.snapshots.deadlines(),
             self._seeding.deadline(),
             *self._recoveries.deadlines(),
             state.roster.silent_at(state.settings.heartbeat_timeout_s),
@@ -157,15 +161,8 @@ class SynchronizerCore:
                 learner = self._current(event.learner_id, event.incarnation)
                 if learner is not None:
                     learner.heard_at = now
-            case ev.PushOpened():
-                self._desk.opened(event)
-                self._heard(event.key, now)
-            case ev.PushProgressed():
-                self._desk.progressed(event)
-                self._heard(event.key, now)
-            case ev.PushStaged():
-                self._desk.staged(event, now)
-                self._heard(event.key, now)
+            case ev.PushOpened() | ev.PushProgressed() | ev.PushStaged():
+                self._push(event, now)
             case ev.PushFailed():
                 self._desk.failed(event)
             case ev.PullDeclined():
@@ -174,6 +171,7 @@ class SynchronizerCore:
                 self._scheduler.merged(event)
             case ev.RoundPersisted():
                 self._scheduler.persisted(event, now)
+                self.snapshots.published(now)
             case ev.PersistFailed():
                 self._persist_failed(event, now)
             case ev.RoundHeld():
@@ -198,10 +196,27 @@ class SynchronizerCore:
                 | ev.RecoveryEnded()
             ):
                 self._recoveries.take(event, now)
+            case (
+                ev.SnapshotWanted()
+                | ev.SnapshotRecorded()
+                | ev.SnapshotKept()
+                | ev.SnapshotFailed()
+            ):
+                self.snapshots.take(event, now)
             case ev.Tick():
                 pass
             case _:
                 self._membership(event, now)
+
+    def _push(self, event: ev.PushOpened | ev.PushProgressed | ev.PushStaged, now: float) -> None:
+        match event:
+            case ev.PushOpened():
+                self._desk.opened(event)
+            case ev.PushProgressed():
+                self._desk.progressed(event)
+            case ev.PushStaged():
+                self._desk.staged(event, now)
+        self._heard(event.key, now)
 
     def _membership(
         self,

@@ -8,6 +8,7 @@ from typing import Final
 from synchronizer_server.core.effects import WaitChanged
 from synchronizer_server.core.rounds import Round, RoundState
 from synchronizer_server.core.scheduler import Scheduler
+from synchronizer_server.core.snapshots import Snapshots
 from synchronizer_server.core.state import CoreState
 
 _REASONS: Final = {
@@ -19,6 +20,7 @@ _REASONS: Final = {
     RoundState.MERGED: "persist",
     RoundState.PERSISTING: "persist",
 }
+_SNAPSHOT: Final = "snapshot"
 _NO_NEWS: Final = frozenset({"pace", "in_flight"})
 """Reasons that no log line is worth: the settings want it so, or an earlier round says more."""
 
@@ -48,6 +50,7 @@ class Waits:
 
     state: CoreState
     scheduler: Scheduler
+    snapshots: Snapshots
 
     def keys(self, now: float) -> list[WaitKey]:
         """Everything that waits at ``now``; empty where the run is complete."""
@@ -60,18 +63,28 @@ class Waits:
         blocked = self.scheduler.why_not_open(now)
         if blocked is not None and blocked not in {"collecting", "complete"}:
             found.append((state.last_opened + 1, blocked))
+        if self.snapshots.pending is not None:
+            found.append((self.snapshots.pending.global_step, _SNAPSHOT))
         return found
 
     def describe(self, key: WaitKey, now: float) -> Waiting:
         """Puts one of `keys` into words."""
         global_step, reason = key
+        if reason == _SNAPSHOT:
+            return Waiting(subject_of(key), reason, self._snapshot_detail())
         if global_step == 0:
             return Waiting("seed", reason, self._seed_detail(reason))
         round_ = self.state.round(global_step)
         detail = (
             self._opening_detail(reason, now) if round_ is None else self._detail(round_, reason)
         )
-        return Waiting(subject_of(global_step), reason, detail)
+        return Waiting(subject_of(key), reason, detail)
+
+    def _snapshot_detail(self) -> str:
+        pending = self.snapshots.pending
+        if pending is None or pending.keeping:
+            return "the manifest is being written"
+        return "for the parts of " + ", ".join(sorted(pending.awaited))
 
     def _seed_reason(self) -> str:
         if self.state.seed_persisting:
@@ -168,8 +181,11 @@ class Waits:
         return "no round opens any more"
 
 
-def subject_of(global_step: int) -> str:
+def subject_of(key: WaitKey) -> str:
     """What waits, in words."""
+    global_step, reason = key
+    if reason == _SNAPSHOT:
+        return f"snapshot {global_step}"
     return f"round {global_step}" if global_step else "seed"
 
 
@@ -184,6 +200,7 @@ class WaitLog:
         self._waits = waits
         self._since: dict[WaitKey, float] = {}
         self._told: dict[int, str] = {}
+        self._subjects: dict[int, str] = {}
 
     def observe(self, now: float, patience_s: float) -> list[WaitChanged]:
         """Returns what is to be told."""
@@ -203,6 +220,7 @@ class WaitLog:
             news = wait.detail if wait.reason == "quorum" else wait.reason
             if self._told.get(key[0]) != news:
                 self._told[key[0]] = news
+                self._subjects[key[0]] = wait.subject
                 changes.append(
                     WaitChanged(subject=wait.subject, reason=wait.reason, detail=wait.detail)
                 )
@@ -213,7 +231,9 @@ class WaitLog:
         ended = [global_step for global_step in self._told if global_step not in waiting]
         for global_step in ended:
             del self._told[global_step]
-        return [WaitChanged(subject=subject_of(t), reason="", detail="goes on") for t in ended]
+        return [
+            WaitChanged(subject=self._subjects.pop(t), reason="", detail="goes on") for t in ended
+        ]
 
     def current(self, now: float) -> list[tuple[Waiting, float]]:
         """Everything that waits, with for how long, seconds."""

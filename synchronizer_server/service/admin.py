@@ -10,6 +10,7 @@ from decoupled_diloco.settings_proto import settings_to_proto
 from decoupled_diloco.v1 import admin_pb2 as pb
 from decoupled_diloco.v1 import admin_pb2_grpc as rpc
 from decoupled_diloco.wire import tensors_to
+from synchronizer_server.convert import check_id
 from synchronizer_server.engine import Engine
 from synchronizer_server.joining import JoinDesk
 from synchronizer_server.operators import OperatorDesk
@@ -55,8 +56,8 @@ class AdminService(rpc.AdminServiceServicer):
     async def TakeSnapshot(
         self, request: pb.TakeSnapshotRequest, context: Context
     ) -> pb.TakeSnapshotResponse:
-        """Not served: the store is durable after every round."""
-        return await answer(context, _unserved("TakeSnapshot"))
+        """Begins a snapshot of the whole fleet with the next round; answers with its name."""
+        return await answer(context, self._take_snapshot(request))
 
     async def RollBackFragment(
         self, request: pb.RollBackFragmentRequest, context: Context
@@ -70,6 +71,10 @@ class AdminService(rpc.AdminServiceServicer):
 
     async def _get_status(self) -> pb.GetStatusResponse:
         return status_message(self._engine, self._joins.labels)
+
+    async def _take_snapshot(self, request: pb.TakeSnapshotRequest) -> pb.TakeSnapshotResponse:
+        name = await self._engine.snapshots.take(check_id(request.request_id, "request_id"))
+        return pb.TakeSnapshotResponse(snapshot_id=str(name))
 
     async def _get_run(self, request: pb.GetRunRequest) -> pb.GetRunResponse:
         if request.protocol_version != PROTOCOL_VERSION:

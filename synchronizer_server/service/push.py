@@ -60,6 +60,7 @@ async def _push_outer_gradient(
         raise
     ticket = engine.tickets.take(key, header.encoding)
     engine.handle(opened)
+    engine.snapshots.heard(key.learner_id, key.incarnation, header.clock)
     if ticket.answer.done():
         return await _answer_of(ticket)
     try:

@@ -34,6 +34,7 @@ async def report(
     require_current(engine, hello.learner_id, incarnation)
     with engine.limits.hold("report", hello.learner_id):
         stream = _open(engine, hello.learner_id, incarnation)
+        engine.snapshots.heard(hello.learner_id, incarnation, hello.clock)
         reader = asyncio.ensure_future(_read(engine, stream, requests))
         try:
             async for message in stream.messages():
@@ -83,6 +84,8 @@ async def _read(
             if stream.closed:
                 return
             engine.handle(_event(stream, request))
+            for message in (request.inner_step, request.heartbeat):
+                engine.snapshots.heard(stream.learner_id, stream.incarnation, message.clock)
             delay_s = throttle.delay_s()
             if delay_s > 0.0:
                 changes.log(

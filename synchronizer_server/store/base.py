@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.snapshots import SnapshotName
 from decoupled_diloco.versions import Version
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.merge.fragment_state import FragmentState
+from synchronizer_server.store.manifest import Manifest
 
 RunDescription = dict[str, object]
 """What a run is: tensor specifications and settings, as JSON values. The store never looks in."""
@@ -105,8 +107,68 @@ class RoundStore(Protocol):
             DilocoError: ``STORAGE_FAILED``.
         """
 
+    def pin(self, name: SnapshotName) -> None:
+        """Keeps the newest record, with what it names, as the store's part of a snapshot.
+
+        Call it before the next ``commit``; what it keeps outlives that record's removal. The
+        snapshot is incomplete, and of no use, until ``keep_snapshot``.
+
+        Args:
+            name: term and t of the newest record.
+
+        Raises:
+            DilocoError: ``DISK_FULL`` or ``STORAGE_FAILED``; nothing of it counts then.
+        """
+
+    def keep_snapshot(self, manifest: Manifest, keep: int) -> None:
+        """Makes a pinned snapshot complete, then removes those that it outdates.
+
+        Args:
+            manifest: who is in it.
+            keep: complete snapshots to keep, the newest, at least 1; of the older ones, and of
+                the incomplete ones, nothing stays.
+
+        Raises:
+            DilocoError: as ``pin``; the complete snapshots are those of before.
+        """
+
+    def drop_snapshot(self, name: SnapshotName) -> None:
+        """Removes a snapshot that is not to be completed; a missing one is fine.
+
+        Raises:
+            DilocoError: ``STORAGE_FAILED``.
+        """
+
+    def snapshots(self) -> list[Manifest]:
+        """The complete snapshots, oldest first. May be called at any time.
+
+        Raises:
+            DilocoError: ``STORAGE_FAILED``.
+        """
+
+    def go_back(self, name: SnapshotName) -> tuple[RoundRecord, dict[int, FragmentState]]:
+        """Makes the cut of a snapshot the one to go on from, in place of ``load``.
+
+        It counts once ``begin_term`` has taken it over; until then nothing has changed. Newer
+        rounds stay in the directories of their terms as long as others of that age.
+
+        Raises:
+            DilocoError: ``SNAPSHOT_NOT_FOUND`` where there is no complete one of that name;
+                ``STORE_CORRUPT`` or ``STORE_LOST`` where it is damaged.
+        """
+
     def close(self) -> None:
         """Releases the store. Calling it again does nothing."""
+
+
+def snapshot_missing(name: SnapshotName, there: Iterable[Manifest]) -> DilocoError:
+    """The error for a snapshot that is not there."""
+    names = ", ".join(str(manifest.name) for manifest in there) or "none"
+    return DilocoError(
+        Reason.SNAPSHOT_NOT_FOUND,
+        f"there is no complete snapshot {name}; there are: {names}",
+        snapshot=name,
+    )
 
 
 def check_begin(

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import get_args
 
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.snapshots import SnapshotName
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.merge.fragment_state import FragmentState
 from synchronizer_server.store.base import (
@@ -52,7 +53,6 @@ from synchronizer_server.store.envelope import (
     Durability,
     Envelope,
     FileRef,
-    decode_run,
     encode_fragment,
     encode_record,
     encode_run,
@@ -60,13 +60,16 @@ from synchronizer_server.store.envelope import (
 from synchronizer_server.store.files import (
     WriterLock,
     make_directory,
-    read_if_exists,
     storage_errors,
+    sync_all,
     sync_path,
     write_atomic,
 )
 from synchronizer_server.store.lineage import load_lineage
+from synchronizer_server.store.manifest import Manifest
 from synchronizer_server.store.paths import StorePaths, listing
+from synchronizer_server.store.run_file import read_run
+from synchronizer_server.store.snapshots import DiskSnapshots
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,8 @@ class DiskStore:
         keep_rounds: round records to keep in each term, at least 1.
         keep_terms: newest terms whose records are kept, at least 1. Fragments' files that a kept
             record names always stay.
+        snapshots: directory of the snapshots, which synchronizers of a run may share; within the
+            store by default.
 
     Raises:
         DilocoError: ``STORE_LOCKED`` when another process writes there, ``STORAGE_FAILED``,
@@ -97,6 +102,7 @@ class DiskStore:
         durability: Durability = "disk",
         keep_rounds: int = 4,
         keep_terms: int = 3,
+        snapshots: Path | None = None,
     ) -> None:
         assert durability in get_args(Durability), f"durability {durability!r} is not known"
         assert keep_rounds >= 1, "keep_rounds is at least 1"
@@ -107,7 +113,8 @@ class DiskStore:
         self._durability: Durability = durability
         self._keep_rounds = keep_rounds
         self._keep_terms = keep_terms
-        self._paths = StorePaths(self._root, group)
+        self._paths = StorePaths(self._root, group, snapshots)
+        self._snapshots = DiskSnapshots(self._paths)
         self._loaded = False
         self._term: int | None = None
         self._kept: list[Envelope] = []  # on disk, oldest first; the last one is complete
@@ -124,34 +131,7 @@ class DiskStore:
 
     def read_run(self) -> RunDescription | None:
         """See ``RoundStore.read_run``."""
-        path = self._paths.run
-        data = read_if_exists(path)
-        if data is None:
-            if self._paths.records():
-                raise DilocoError(
-                    Reason.STORE_LOST,
-                    f"{path} is missing, but rounds are there; restore it from a backup, or begin "
-                    "a new run in an empty directory",
-                    path=path,
-                )
-            return None
-        try:
-            run_id, description = decode_run(data)
-        except DilocoError as error:
-            raise DilocoError(
-                Reason.STORE_CORRUPT,
-                f"{path} is damaged: {error.message}; restore it from a backup, or begin a new "
-                "run in an empty directory",
-                path=path,
-            ) from error
-        if run_id != self._run_id:
-            raise DilocoError(
-                Reason.RUN_MISMATCH,
-                f"{self._root} holds run {run_id!r}, not {self._run_id!r}; give this run a "
-                "directory of its own",
-                path=self._root,
-            )
-        return description
+        return read_run(self._paths, self._run_id)
 
     def open_run(self, description: RunDescription) -> RunDescription:
         """See ``RoundStore.open_run``."""
@@ -198,6 +178,7 @@ class DiskStore:
         check_begin(term, record, tip=tip.record if tip else None, highest_term=self.highest_term())
         make_directory(self._paths.term(term))
         self._term = term
+        self._snapshots.clean()
         if record is None:
             return
         try:
@@ -277,6 +258,44 @@ class DiskStore:
         except DilocoError as error:  # the commit stands
             logger.warning("old rounds could not be removed yet: %s", error.message)
 
+    # -- snapshots --------------------------------------------------------------------------------
+
+    def pin(self, name: SnapshotName) -> None:
+        """See ``RoundStore.pin``."""
+        tip = self._kept[-1]
+        assert (tip.record.term, tip.record.global_step) == (name.term, name.global_step), name
+        self._snapshots.pin(name, tip)
+
+    def keep_snapshot(self, manifest: Manifest, keep: int) -> None:
+        """See ``RoundStore.keep_snapshot``."""
+        self._snapshots.keep(manifest, keep)
+
+    def drop_snapshot(self, name: SnapshotName) -> None:
+        """See ``RoundStore.drop_snapshot``."""
+        self._snapshots.drop(name)
+
+    def snapshots(self) -> list[Manifest]:
+        """See ``RoundStore.snapshots``."""
+        return self._snapshots.complete()
+
+    def go_back(self, name: SnapshotName) -> tuple[RoundRecord, dict[int, FragmentState]]:
+        """See ``RoundStore.go_back``."""
+        self.read_run()
+        envelope, fragments = self._snapshots.read(name, self._run_id, self._group)
+        try:
+            self.load()
+        except DilocoError as error:
+            if error.reason not in {Reason.STORE_CORRUPT, Reason.STORE_LOST}:
+                raise
+            logger.warning("what is newer than snapshot %s is damaged: %s", name, error.message)
+        self._snapshots.put_back(name, envelope)
+        self._kept = [kept for kept in self._kept if kept.record != envelope.record]
+        self._kept.append(envelope)
+        self._loaded = True
+        return envelope.record, fragments
+
+    # -- writing, in parts ------------------------------------------------------------------------
+
     def _write_fragment(
         self,
         record: RoundRecord,
@@ -314,7 +333,7 @@ class DiskStore:
     def _force(self, paths: set[Path]) -> None:
         """Forces out those of the files that were left to the kernel."""
         due = paths & self._unsynced
-        _sync_all(due)
+        sync_all(due)
         self._unsynced -= due
 
     def _discard(self, paths: list[Path]) -> None:
@@ -377,11 +396,3 @@ class DiskStore:
     def _fragment_paths(self, envelope: Envelope) -> set[Path]:
         refs = enumerate(envelope.files)
         return {self._paths.fragment(p, ref.term, ref.global_step) for p, ref in refs}
-
-
-def _sync_all(paths: set[Path]) -> None:
-    """Forces files, then the directories that name them, to the disk."""
-    for path in sorted(paths):
-        sync_path(path)
-    for directory in sorted({path.parent for path in paths}):
-        sync_path(directory)

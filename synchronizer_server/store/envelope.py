@@ -14,10 +14,13 @@ import safetensors
 import safetensors.torch
 
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.snapshots import SnapshotName
+from decoupled_diloco.versions import Incarnation
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.core.strict_json import canonical_json, strict_json
 from synchronizer_server.merge.fragment_state import FragmentState
 from synchronizer_server.store.base import RunDescription
+from synchronizer_server.store.manifest import Manifest
 
 STORE_FORMAT: Final = 1
 """Version of the layout on disk; another number is refused."""
@@ -179,6 +182,46 @@ def _ref_from(item: object) -> FileRef:
     if not isinstance(item["sha256"], str) or not _SHA256.fullmatch(item["sha256"]):
         raise _corrupt("an entry of files has no SHA-256")
     return FileRef(**item)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Returns the bytes of a snapshot's manifest."""
+    participants = {k: [v.term, v.number] for k, v in manifest.participants.items()}
+    return _seal(
+        {
+            "format": STORE_FORMAT,
+            "snapshot": str(manifest.name),
+            "run_id": manifest.run_id,
+            "group": manifest.group,
+            "versions": list(manifest.versions),
+            "participants": participants,
+            "left_out": dict(manifest.left_out),
+        }
+    )
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Reads a snapshot's manifest.
+
+    Raises:
+        DilocoError: ``STORE_CORRUPT``.
+    """
+    keys = {"snapshot", "run_id", "group", "versions", "participants", "left_out"}
+    content = _unseal(data, keys)
+    try:
+        return Manifest(
+            name=SnapshotName.parse(content["snapshot"]),
+            run_id=str(content["run_id"]),
+            group=int(content["group"]),
+            versions=tuple(str(version) for version in content["versions"]),
+            participants={
+                str(k): Incarnation(int(term), int(number))
+                for k, (term, number) in content["participants"].items()
+            },
+            left_out={str(k): str(v) for k, v in content["left_out"].items()},
+        )
+    except (TypeError, ValueError, AttributeError) as error:
+        raise _corrupt(f"it is no manifest of a snapshot ({error})") from error
 
 
 def encode_fragment(tensors: FragmentState, record: RoundRecord, fragment: int) -> bytes:

@@ -86,6 +86,14 @@ def sync_path(path: Path) -> None:
             os.close(descriptor)
 
 
+def sync_all(paths: set[Path]) -> None:
+    """Forces files, then the directories that name them, to the disk."""
+    for path in sorted(paths):
+        sync_path(path)
+    for directory in sorted({path.parent for path in paths}):
+        sync_path(directory)
+
+
 def make_directory(path: Path) -> None:
     """Creates a directory and its parents, durably; an existing one is fine.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from decoupled_diloco.errors import DilocoError, Reason
 from synchronizer_server.merge.fragment_state import FragmentState
-from synchronizer_server.store.envelope import Envelope, decode_fragment, decode_record
+from synchronizer_server.store.envelope import Envelope, FileRef, decode_fragment, decode_record
 from synchronizer_server.store.files import read_if_exists
 from synchronizer_server.store.paths import StorePaths
 
@@ -69,7 +70,7 @@ def _newest_complete(
         try:
             if isinstance(item.content, DilocoError):
                 raise item.content
-            return item.content, _read_fragments(paths, item.content, item.path)
+            return item.content, read_fragments(item.content, item.path, paths.file_of)
         except DilocoError as error:
             newest_error = newest_error or error
             damaged = error.reason in (Reason.STORE_CORRUPT, Reason.STORE_LOST)
@@ -121,13 +122,22 @@ def _examine(run_id: str, group: int, term: int, global_step: int, path: Path) -
     return _Found(term=term, global_step=global_step, path=path, content=content)
 
 
-def _read_fragments(
-    paths: StorePaths, envelope: Envelope, record_path: Path
+def read_fragments(
+    envelope: Envelope, record_path: Path, file_of: Callable[[int, FileRef], Path]
 ) -> dict[int, FragmentState]:
-    """Reads and checks every fragment of a cut."""
+    """Reads and checks every fragment of a cut.
+
+    Args:
+        envelope: the cut.
+        record_path: where its record lies, for messages.
+        file_of: tells where the file of a fragment is.
+
+    Raises:
+        DilocoError: ``STORE_CORRUPT`` or ``STORE_LOST``.
+    """
     result = {}
     for fragment, ref in enumerate(envelope.files):
-        path = paths.fragment(fragment, ref.term, ref.global_step)
+        path = file_of(fragment, ref)
         data = read_if_exists(path)
         if data is None:
             raise _unusable(path, record_path, None)

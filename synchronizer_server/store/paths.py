@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from synchronizer_server.store.envelope import FileRef
 from synchronizer_server.store.files import TEMPORARY_SUFFIX, storage_errors
+
+SNAPSHOTS: Final = "snapshots"
+"""Directory of the snapshots within a store."""
 
 _TERM: Final = re.compile(r"term-(\d{8,18})")
 _ROUND: Final = re.compile(r"round-(\d{10,18})\.json")
@@ -20,6 +24,7 @@ class StorePaths:
     Args:
         root: directory of the store.
         group: group of fragments.
+        snapshots: directory of the snapshots; within the store by default.
 
     Attributes:
         root: directory of the store.
@@ -27,14 +32,16 @@ class StorePaths:
         run: file of the run's description.
         lock: the writer's lock file.
         unfinished: an empty directory that is there while a first install is under way.
+        snapshots: directory of the snapshots of the whole fleet.
     """
 
-    def __init__(self, root: Path, group: int) -> None:
+    def __init__(self, root: Path, group: int, snapshots: Path | None = None) -> None:
         self.root = root
         self.directory = root / f"group-{group:03d}"
         self.run = root / "run.json"
         self.lock = self.directory / "lock"
         self.unfinished = self.directory / "first-install"
+        self.snapshots = snapshots or root / SNAPSHOTS
 
     def term(self, term: int) -> Path:
         """Directory of a term."""
@@ -47,6 +54,10 @@ class StorePaths:
     def fragment(self, fragment: int, term: int, global_step: int) -> Path:
         """File of one version of a fragment."""
         return self.term(term) / f"fragment-{fragment:04d}-{global_step:010d}.safetensors"
+
+    def file_of(self, fragment: int, ref: FileRef) -> Path:
+        """File that a record names for a fragment."""
+        return self.fragment(fragment, ref.term, ref.global_step)
 
     def terms(self) -> list[tuple[int, Path]]:
         """Terms that have a directory, ascending."""

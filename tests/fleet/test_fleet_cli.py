@@ -27,12 +27,13 @@ from diloco_fleet.screen import LineScreen
 from diloco_fleet.status import Layout, StatusClient, StatusPoller
 
 SURFACE = {
-    "run": """--config --learners --global-steps --quorum --num-fragments --sync-interval --data-mode --grace
+    "run": """--config --learners --global-steps --quorum --num-fragments --sync-interval --grace
         --merge --codec-up --codec-down --preset --batch-size --sequence-length --learning-rate
         --precision --seed --data --pace --slow-learner --restart --max-restarts --redis --standby
-        --replication --device --recover
-        --evaluate-every --port --name --run-dir --resume --log-format""",
+        --replication --device --recover --data-mode
+        --evaluate-every --port --name --run-dir --resume --snapshot --log-format""",
     "status": "--run-dir --address --json --watch --insecure",
+    "snapshot": "--wait --run-dir --address --insecure",
     "quorum": "--run-dir --address --insecure",
     "drain": "--reason --run-dir --address --insecure",
     "rollback": "--reason --timeout --run-dir --address --insecure",
@@ -111,6 +112,7 @@ def test_every_option_says_what_it_does() -> None:
         (["--device", "cuda:99"], "DEVICE_UNAVAILABLE", ["cuda:99"]),
         (["--device", "abacus"], "CONFIG_INVALID", ["abacus"]),
         (["--resume"], "CONFIG_INVALID", ["--name or --run-dir"]),
+        (["--snapshot", "latest"], "CONFIG_CONFLICT", ["--resume"]),
         (["--resume", "--name", "gone"], "RUN_NOT_FOUND", ["runs/gone"]),
         (["--resume", "--name", "x", "--data", "y"], "CONFIG_CONFLICT", ["--data"]),
         (["--config", "none.toml"], "CONFIG_INVALID", ["none.toml"]),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from decoupled_diloco.settings import RunSettings
-from diloco_fleet.scripted import FleetSpec, ScriptedFleet, ScriptedLearner, scripted_fleet
+from diloco_fleet.scripted import ScriptedFleet, scripted_fleet
 from diloco_fleet.scripted_data import (
     Advance,
     Join,
@@ -20,6 +20,7 @@ from diloco_fleet.scripted_data import (
     Step,
     StopSynchronizer,
 )
+from diloco_fleet.scripted_learner import FleetSpec, ScriptedLearner
 from diloco_fleet.scripted_world import run_in_virtual_time
 from learner_client import Learner, State
 from learner_client.training_state import TrainingState

@@ -15,7 +15,7 @@ import torch
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.layout import Layout
 from decoupled_diloco.settings import RunSettings
-from diloco_fleet.scripted import FleetSpec, run_fleet, scripted_fleet, token_batch
+from diloco_fleet.scripted import run_fleet, scripted_fleet
 from diloco_fleet.scripted_data import (
     Advance,
     FleetResult,
@@ -28,6 +28,7 @@ from diloco_fleet.scripted_data import (
     rough_schedule,
     steady_schedule,
 )
+from diloco_fleet.scripted_learner import FleetSpec, token_batch
 from diloco_fleet.scripted_world import run_in_virtual_time
 from learner_client import ModuleParameters
 
@@ -309,7 +310,8 @@ def test_two_processes_agree_on_every_bit():
     ours = run_fleet(SPEC, schedule).sha256
     program = (
         "from decoupled_diloco.settings import RunSettings\n"
-        "from diloco_fleet.scripted import FleetSpec, run_fleet\n"
+        "from diloco_fleet.scripted import run_fleet\n"
+        "from diloco_fleet.scripted_learner import FleetSpec\n"
         "from diloco_fleet.scripted_data import rough_schedule\n"
         "settings = RunSettings(num_learners=3, num_fragments=6, sync_interval=6)\n"
         "schedule = rough_schedule(3, 3, 20, fault_rate=0.3)\n"

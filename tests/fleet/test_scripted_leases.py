@@ -13,13 +13,7 @@ import pytest
 import torch
 
 from decoupled_diloco.settings import RunSettings
-from diloco_fleet.scripted import (
-    FleetSpec,
-    ScriptedFleet,
-    ScriptedLearner,
-    run_fleet,
-    scripted_fleet,
-)
+from diloco_fleet.scripted import ScriptedFleet, run_fleet, scripted_fleet
 from diloco_fleet.scripted_data import (
     Action,
     Advance,
@@ -31,6 +25,7 @@ from diloco_fleet.scripted_data import (
     StopSynchronizer,
     steady_schedule,
 )
+from diloco_fleet.scripted_learner import FleetSpec, ScriptedLearner
 from diloco_fleet.scripted_world import Address, run_in_virtual_time
 from learner_client import ModuleParameters
 from learner_client.checkpoint import saved_state_from

@@ -23,7 +23,7 @@ from diloco_fleet.journal import FleetJournal
 from diloco_fleet.local import Bounds, Outcome, Supervisor
 from diloco_fleet.metrics import FLEET
 from diloco_fleet.plan import Plan, make_plan
-from diloco_fleet.prepare import write_run
+from diloco_fleet.prepare import with_corpus, write_run
 from diloco_fleet.process import ProcessSpec, RestartPolicy
 from diloco_fleet.run_files import RunFiles
 from diloco_fleet.standby import REDIS, write_standby
@@ -114,8 +114,9 @@ class WiredFleet(FleetView):
         super().__init__(files, standby=resolved.fleet.value.standby)
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         environ = {**os.environ, "PATH": path, **(faults.environment() if faults else {})}
+        resolved = with_corpus(files, resolved)
         plan = make_plan(resolved, files, environ)
-        resolved = write_run(files, resolved)
+        write_run(files, resolved)
         if plan.redis is not None:
             write_standby(files, plan.redis)
         self._proxies = Proxies()

@@ -56,6 +56,7 @@ class ScriptedSynchronizer(
     cut_push_at: int | None = None
     hold_pushes: bool = False
     answer_pushes_with: Reason | None = None
+    snapshot: int = 0
     published: dict[int, tuple[Version, torch.Tensor]] = field(default_factory=dict)
     joins: list[synchronizer_pb2.JoinRequest] = field(default_factory=list)
     watches: list[synchronizer_pb2.WatchRequest] = field(default_factory=list)
@@ -76,6 +77,9 @@ class ScriptedSynchronizer(
 
     def say(self, learner_id: str, **kind: object) -> None:
         self._down[learner_id].put_nowait(synchronizer_pb2.ReportResponse(**kind))
+
+    def clock(self) -> types_pb2.Clock:
+        return types_pb2.Clock(term=self.term, snapshot=self.snapshot)
 
     def pull(self, learner_id: str, global_step: int, fragment: int, group: int = 0) -> None:
         pull = synchronizer_pb2.Pull(
@@ -173,7 +177,7 @@ class ScriptedSynchronizer(
             seed=not self.published and len(self._seeds) == 0,
             shard=0,
             local_step=request.clock.own_step,
-            clock=types_pb2.Clock(term=self.term),
+            clock=self.clock(),
         )
 
     async def Report(self, request_iterator, context):
@@ -245,7 +249,7 @@ class ScriptedSynchronizer(
                     self.seed(p, self._seeds[p])
         else:
             self.pushes.append(Pushed(header, vector))
-        return synchronizer_pb2.PushResponse(outcome=ACCEPTED)
+        return synchronizer_pb2.PushResponse(outcome=ACCEPTED, clock=self.clock())
 
     def seed(self, fragment: int, vector: torch.Tensor) -> None:
         self.published[fragment] = (Version(self.term, 0, sha(vector)), vector)
@@ -306,6 +310,7 @@ class ScriptedSynchronizer(
                 payload_bytes=len(payload),
                 digest=payload_digest(payload),
             ),
+            clock=self.clock(),
         )
         messages = [synchronizer_pb2.WatchResponse(header=header)]
         offset = 0

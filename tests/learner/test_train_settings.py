@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from decoupled_diloco.errors import Reason, UsageError
 from learner_client.train.device import compute_precision, resolve_device
+from learner_client.train.loop import ScheduleClock
 from learner_client.train.model import ModelConfig, build_model, num_parameters
 from learner_client.train.optimizer import build_optimizer, set_learning_rate
 from learner_client.train.presets import PRESETS
@@ -190,3 +191,15 @@ def test_bf16_computes_in_bf16_over_fp32_parameters() -> None:
         assert parameter.grad.dtype == torch.float32
     with compute_precision("fp32", torch.device("cpu")):
         assert model(tokens).dtype == torch.float32
+
+
+def test_the_schedule_goes_on_where_it_was_saved() -> None:
+    clock, again = ScheduleClock(0.5, 8.0), ScheduleClock(0.5, 8.0)
+    for global_step in (3, 3, 3, 4, 4):
+        clock.read(global_step)
+    again.restore(clock.state())
+    for global_step in (4, 4, 5):
+        assert again.read(global_step) == clock.read(global_step)
+    fresh = ScheduleClock(0.5, 8.0)
+    fresh.restore({})
+    assert [fresh.read(7), fresh.read(7)] == [7.0, 7.5]

@@ -13,7 +13,8 @@ from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Incarnation, Version
 from learner_client.captures import PushWork
 from learner_client.core.learner_core import AnswerDecline, LearnerCore, PullRequest
-from learner_client.exchange import Exchange, Grant, Update
+from learner_client.exchange import Exchange
+from learner_client.grants import Grant, Update
 
 LAYOUT = build_layout(
     [TensorSpec(name=f"t{i}", shape=(4,), dtype="float32") for i in range(4)],

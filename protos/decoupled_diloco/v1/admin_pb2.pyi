@@ -334,16 +334,52 @@ class SnapshotStatus(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LeftOutEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     COMPLETE_FIELD_NUMBER: _builtins.int
     PENDING_FIELD_NUMBER: _builtins.int
     AWAITED_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    PARTICIPANTS_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     complete: _builtins.str
     """Name of the last complete one; empty before the first."""
     pending: _builtins.str
     """Name of the one under way; empty without one."""
+    last: _builtins.str
+    """Name of the last one that is over, complete or not; empty before the first."""
+    failure: _builtins.str
+    """Why it failed; empty where it is complete."""
     @_builtins.property
     def awaited(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Learners whose part is awaited."""
+
+    @_builtins.property
+    def participants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Learners that recorded their part of it."""
+
+    @_builtins.property
+    def left_out(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Why the others that were live at its cut did not, by learner id."""
 
     def __init__(
         self,
@@ -351,10 +387,14 @@ class SnapshotStatus(_message.Message):
         complete: _builtins.str = ...,
         pending: _builtins.str = ...,
         awaited: _abc.Iterable[_builtins.str] | None = ...,
+        last: _builtins.str = ...,
+        participants: _abc.Iterable[_builtins.str] | None = ...,
+        left_out: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "complete", b"complete", "pending", b"pending"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "complete", b"complete", "failure", b"failure", "last", b"last", "left_out", b"left_out", "participants", b"participants", "pending", b"pending"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
