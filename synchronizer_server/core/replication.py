@@ -203,6 +203,11 @@ class ReplicationCore:
         return min((at for at in times if at > now), default=None)
 
     @property
+    def revision(self) -> int:
+        """Number of the newest `WriteInSync` of this term; 0 before the first."""
+        return self._revision
+
+    @property
     def lag(self) -> int:
         """Published rounds that the standby nearest to us does not have."""
         acked = [s.acked for s in self.standbys.values() if s.connected]

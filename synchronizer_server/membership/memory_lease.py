@@ -31,14 +31,15 @@ class MemoryLease(MemoryUser):
             return _view(server)
 
     async def renew(
-        self, claim: Claim, *, address: str, timeout_s: float, in_sync: Collection[str]
-    ) -> LeaseView:
+        self, claim: Claim, *, address: str, timeout_s: float, in_sync: Collection[str],
+        revision: int,
+    ) -> LeaseView:  # fmt: skip
         """See ``LeaseKeeper.renew``."""
         with self._asking() as server:
             if _is_free_for(server, claim) and server.term <= claim.term:
                 _take(server, claim, address, timeout_s)
                 if server.term < claim.term:
-                    _write(server, claim, in_sync, 0)
+                    _write(server, claim, in_sync, revision)
             return _view(server)
 
     async def set_in_sync(
