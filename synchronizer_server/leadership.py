@@ -131,6 +131,17 @@ class Leadership:
         """Our claim, while we lead."""
         return self._bidder.claim(self.core.term)
 
+    def claim_of_begun(self, term: int) -> Claim | None:
+        """The highest claim heard; where our store knows a later term, a claim of our own for it.
+
+        Whoever leads an earlier term must hear that a later one has begun, or it leads on for ever
+        where the keeper was emptied: our store follows no earlier term, nor does a learner.
+        """
+        heard = self.highest_claim
+        if term > (0 if heard is None else heard.term):
+            return self._bidder.claim(term)
+        return heard
+
     async def give_up(self, reason: str) -> None:
         """Steps down and gives the lease back, so that a standby need not wait."""
         if self.core.role is not Role.LEADING:

@@ -68,7 +68,8 @@ class StandbyCopy:
             self._bidding = False
             await leadership.changed()
             return
-        following = asyncio.ensure_future(self._follower.follow(address, leadership.highest_claim))
+        claim = leadership.claim_of_begun(self._follower.highest_term)
+        following = asyncio.ensure_future(self._follower.follow(address, claim))
         self._following = following
         await asyncio.wait((following,))
         if not following.cancelled() and (error := following.exception()) is not None:

@@ -69,6 +69,13 @@ class Leadership:
         """Our claim, while we lead."""
         return self._bidder.claim(self.core.term)
 
+    def claim_of_begun(self, term: int) -> Claim | None:
+        """The highest claim heard; where our store knows a later term, a claim of our own."""
+        heard = self.highest_claim
+        if term > (0 if heard is None else heard.term):
+            return self._bidder.claim(term)
+        return heard
+
     def give_up(self, reason: str) -> Work:
         """Steps down and gives the lease back."""
         if self.core.role is not Role.LEADING:

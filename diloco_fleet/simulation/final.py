@@ -58,8 +58,6 @@ _WAITING = frozenset({"collecting", "grace", "suspended"})
 
 def check_end(world: World) -> Outcome:
     """Checks the end of a world; returns what became of it."""
-    from diloco_fleet.simulation.world import Outcome
-
     leader = leader_of(world)
     assert leader is not None, world.describe()
     engine, oracle = leader.engine, world.oracle
@@ -84,16 +82,24 @@ def check_end(world: World) -> Outcome:
     assert engine.core.waits(world.kernel.now), "nobody trains, and nothing waits"
     states = [_stored(node) for node in world.nodes]
     assert all(state == states[0] for state in states), "stores differ"
-    interval = world.settings.sync_interval
+    return outcome_of(world, rounds_lost=len(lost))
+
+
+def outcome_of(world: World, *, rounds_lost: int) -> Outcome:
+    """What became of a world."""
+    from diloco_fleet.simulation.world import Outcome
+
+    oracle, leader = world.oracle, leader_of(world)
+    engine = None if leader is None else leader.engine
     return Outcome(
         seed=world.seed,
         profile=world.profile,
         replication=world.settings.replication,
         num_rounds=oracle.num_rounds_published,
-        rounds_lost=len(lost),
+        rounds_lost=rounds_lost,
         num_terms=world.tally["terms"],
-        participation=engine.ledger.participation,
-        measured_h=engine.ledger.measured_h / interval,
+        participation=0.0 if engine is None else engine.ledger.participation,
+        measured_h=0.0 if engine is None else engine.ledger.measured_h / world.settings.sync_interval,
         longest_gap_s=oracle.longest_gap_s,
         tally=world.tally,
     )

@@ -24,7 +24,7 @@ class Follower:
     def __init__(self, copy: StandbyCopy, node: Node) -> None:
         self._copy = copy
         self._node = node
-        self._highest_term = 0
+        self.highest_term = 0
         self._claim: Claim | None = None
         self.streaming = self.in_sync = False
         self.record: RoundRecord | None = None
@@ -42,7 +42,7 @@ class Follower:
     def _load(self) -> None:
         loaded = self._node.store.load()
         self.record = loaded[0] if loaded is not None else None
-        self._highest_term = self._node.store.highest_term()
+        self.highest_term = self._node.store.highest_term()
 
     def follow(self, address: str, highest: Claim | None) -> Work:
         """Follows the leader at an address; raises what ended it."""
@@ -77,7 +77,7 @@ class Follower:
     def _begin(self, run: Run, highest: Claim | None) -> None:
         if not self._node.leadership.heard(run.claim):
             raise DilocoError(Reason.BAD_CLAIM, "its claim of leadership is not signed")
-        known = max(self._highest_term, highest.term if highest is not None else 0)
+        known = max(self.highest_term, highest.term if highest is not None else 0)
         if run.claim.term < known:
             raise DilocoError(Reason.STALE_TERM, f"term {known} has begun")
         self._claim, self.streaming, self.in_sync = run.claim, True, False
@@ -106,7 +106,7 @@ class Follower:
         held = self.persisted
         if held is None or held < (record.term, record.global_step):
             self.record = record
-        self._highest_term = max(self._highest_term, record.term)
+        self.highest_term = max(self.highest_term, record.term)
 
 
 class StandbyCopy:
@@ -144,7 +144,8 @@ class StandbyCopy:
             self._bidding = False
             yield leadership.changed
             return
-        following = self._node.spawn(self._follower.follow(address, leadership.highest_claim))
+        claim = leadership.claim_of_begun(self._follower.highest_term)
+        following = self._node.spawn(self._follower.follow(address, claim))
         self._following = following
         try:
             yield following

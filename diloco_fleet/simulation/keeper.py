@@ -49,7 +49,7 @@ class Keeper(Process):
         """
         try:
             return (
-                yield self._network.call(caller, self, lambda: _run(question()), self._timeout_s)
+                yield self._network.call(caller, self, lambda: _run(question), self._timeout_s)
             )
         except DilocoError as error:
             if error.reason is not Reason.UNAVAILABLE:
@@ -78,11 +78,11 @@ class Keeper(Process):
             setattr(self.server, name, copy.deepcopy(value))
 
 
-def _run(question: Question) -> Work:
+def _run(question: Callable[[], Question]) -> Work:
     """Runs a coroutine that never waits, as those of the twin in memory are."""
     yield 0.0
     try:
-        question.send(None)
+        question().send(None)
     except StopIteration as end:
         return end.value
     raise AssertionError("the keeper in memory never waits")

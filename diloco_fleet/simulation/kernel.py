@@ -166,7 +166,8 @@ class Task(Promise):
         token, process, kernel = self._token, self._process, self._process.kernel
 
         def wake(waited: Promise | None) -> None:
-            kernel.at(0.0, lambda: self._step(token, waited), process, self._life)
+            if token == self._token and not self.done:
+                kernel.at(0.0, lambda: self._step(token, waited), process, self._life)
 
         if isinstance(item, Promise):
             item.then(lambda: wake(item))

@@ -49,6 +49,7 @@ class LearnerProcess(Process):
         self.step_s = step_s
         self.uid = 0
         self.request_id = ""
+        self.is_over = False
         self.sent: list[Push] = []
         self.exchange: Exchange
         self.search: LeaderSearch
@@ -57,6 +58,7 @@ class LearnerProcess(Process):
     def start(self) -> None:
         """A new process, which knows nothing of the one before."""
         self.begin()
+        self.is_over = False
         self.uid = self.world.new_uid()
         self.request_id = f"{self.learner_id}-{self.uid}"
         self.exchange = Exchange(self.learner_id)
@@ -336,7 +338,8 @@ class LearnerProcess(Process):
         if len(self._pushes) < 2 * grant.settings.overlap + 2:
             work = self.exchange.pull(pull)
         if isinstance(work, PushWork):
-            self._pushes[self.spawn(self._push(work, grant))] = grant
+            first = self._applied_at[fragment]
+            self._pushes[self.spawn(self._push(work, grant, first))] = grant
             return
         reason = work.reason if isinstance(work, AnswerDecline) else work
         self._declines.append(
@@ -349,7 +352,7 @@ class LearnerProcess(Process):
         )
         self._tell()
 
-    def _push(self, work: PushWork, grant: Grant) -> Work:
+    def _push(self, work: PushWork, grant: Grant, first: int) -> Work:
         stamp, pull = work.answer.stamp, work.answer.pull
         vector = outer_gradient(work.base, work.capture.vector)
         request = self._push_of(
@@ -363,7 +366,7 @@ class LearnerProcess(Process):
             local_step=stamp.local_step,
             num_tokens=work.answer.counters.num_tokens,
             num_steps=work.answer.counters.num_steps,
-            work=(self.uid, self._applied_at[stamp.fragment], stamp.totals.num_steps),
+            work=(self.uid, first, stamp.totals.num_steps),
         )
         self.world.oracle.pushes(self, request, work.capture.vector.clone())
         request = self.world.faults.hostile(self, request)

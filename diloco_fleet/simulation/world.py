@@ -15,16 +15,17 @@ from decoupled_diloco.parts import Strategy
 from decoupled_diloco.settings import RunSettings
 from diloco_fleet.simulation import services
 from diloco_fleet.simulation.faults import Faults, Profile
-from diloco_fleet.simulation.final import check_end, is_healthy, is_quiet
+from diloco_fleet.simulation.final import check_end, is_healthy, is_quiet, outcome_of
 from diloco_fleet.simulation.keeper import Keeper
 from diloco_fleet.simulation.kernel import Kernel, Process
 from diloco_fleet.simulation.learner import LearnerProcess
 from diloco_fleet.simulation.network import Network
 from diloco_fleet.simulation.node import Node
-from diloco_fleet.simulation.oracle import Oracle
+from diloco_fleet.simulation.oracle import BeyondError, Oracle
 
 RECOVERY_S: Final = 60.0
 _QUIET_S: Final = 20.0
+_STAYS_S: Final = 2.0
 _ROUNDS_AFTER: Final = 3
 
 
@@ -80,11 +81,11 @@ class World:
         self.oracle = Oracle(self)
         self.faults = Faults(self, random.Random(seed + 2), self.profile)
         self.keeper = Keeper(self.kernel, self.network, self.settings.lease_timeout_s / 2)
-        self.newest_uid: dict[str, int] = {}
         self.nodes: list[Node] = []
         self.nodes += [Node(self, f"s{i}") for i in range(3 if self.rng.random() < 0.2 else 2)]
         self.learners = self._learners()
         self._uid = 0
+        self._replaced: list[LearnerProcess] = []
         self._deltas = torch.Generator().manual_seed(seed)
         self._table = torch.randint(-8, 9, (64, self.num_parameters), generator=self._deltas) / 8
 
@@ -125,11 +126,6 @@ class World:
 
     # -- what happens to learners ----------------------------------------------------------------
 
-    def start_learner(self, learner: LearnerProcess) -> None:
-        """A process begins under the id."""
-        learner.start()
-        self.newest_uid[learner.learner_id] = learner.uid
-
     def replace(self, learner: LearnerProcess) -> None:
         """Another process takes the id over while the first one lives, or is frozen."""
         number = self.learners.index(learner)
@@ -139,7 +135,8 @@ class World:
         if self.rng.random() < 0.5:
             learner.freeze(self.rng.uniform(0.5, 4.0))
         self.learners[number] = successor
-        self.start_learner(successor)
+        self._replaced.append(learner)
+        successor.start()
 
     def replay(self, learner: LearnerProcess, rng: random.Random) -> None:
         """Pushes that were sent before arrive again."""
@@ -164,9 +161,7 @@ class World:
         for node in self.nodes:
             self.kernel.at(self.rng.uniform(0.0, 0.3), node.start)
         for learner in self.learners:
-            self.kernel.at(
-                self.rng.uniform(0.0, 0.6), lambda learner=learner: self.start_learner(learner)
-            )
+            self.kernel.at(self.rng.uniform(0.0, 0.6), learner.start)
         striker = Process(self.kernel, "faults")
         striker.begin()
         striker.spawn(self.faults.run())
@@ -179,20 +174,36 @@ class World:
         rounds = self.oracle.num_rounds_published + _ROUNDS_AFTER
         recovered = self.kernel.run(
             self.kernel.now + RECOVERY_S,
-            lambda: self.oracle.num_rounds_published >= rounds and is_healthy(self),
+            lambda: (
+                self.oracle.num_rounds_published >= rounds
+                and self.kernel.num_events % 16 == 0
+                and is_healthy(self)
+            ),
         )
         assert recovered, f"no progress after the faults: {self.describe()}"
         self.trains = False
-        quiet = self.kernel.run(self.kernel.now + _QUIET_S, lambda: is_quiet(self))
-        assert quiet, f"published copies do not become equal: {self.describe()}"
+        quiet = self.kernel.run(
+            self.kernel.now + _QUIET_S,
+            lambda: self.kernel.num_events % 16 == 0 and is_quiet(self),
+        )
+        self.kernel.run(self.kernel.now + _STAYS_S)
+        assert quiet and is_quiet(self), f"published copies do not become equal: {self.describe()}"
         return check_end(self)
 
     def _heal(self) -> None:
         self.faults.stop()
         self.network.heal()
-        for process in (*self.nodes, *self.learners):
-            if not process.alive:
-                process.start()
+        for before in self._replaced:
+            if before.alive:
+                before.die()
+        for learner in self.learners:
+            if learner.alive and learner.is_over:
+                learner.die()
+            if not learner.alive:
+                learner.start()
+        for node in self.nodes:
+            if not node.alive:
+                node.start()
         if not self.keeper.alive:
             self.keeper.begin()
 
@@ -228,6 +239,9 @@ def run_world(seed: int) -> Outcome:
     world = World(seed)
     try:
         return world.run()
+    except BeyondError:
+        world.tally["beyond"] += 1
+        return outcome_of(world, rounds_lost=0)
     except Exception as error:
         error.add_note(
             f"seed {seed}: see it again with `python -m diloco_fleet.simulation {seed}`\n"

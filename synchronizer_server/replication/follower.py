@@ -90,6 +90,11 @@ class Follower:
         self.record: RoundRecord | None = None
 
     @property
+    def highest_term(self) -> int:
+        """The highest term that ever began in this store, as far as it is read; 0 if none."""
+        return self._highest_term
+
+    @property
     def persisted(self) -> tuple[int, int] | None:
         """Term and global step of the newest record here; None in an empty store."""
         return None if self.record is None else (self.record.term, self.record.global_step)
