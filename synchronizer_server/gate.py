@@ -50,6 +50,7 @@ class PublishGate:
         self._released: asyncio.Future[replication.Release] | None = None
         self._writes: set[asyncio.Task[None]] = set()
         leadership.in_sync = lambda: core.may_be_in_sync
+        leadership.revision = lambda: core.revision
         leadership.on_lease = self._on_lease
 
     async def run(self) -> None:

@@ -59,6 +59,7 @@ class Leadership:
 
     Attributes:
         in_sync: stores that a keeper that was emptied is told about; set by who replicates.
+        revision: number of the newest word about them in this term; set likewise.
         before_bid: called before every bid; afterwards nothing may be acknowledged to a leader.
         on_lease: called with every answer while leading; None where the keeper gave none.
         num_bad_claims: claims that were not signed by a holder of the key.
@@ -84,6 +85,7 @@ class Leadership:
             now=clock(),
         )
         self.in_sync: Callable[[], Collection[str]] = lambda: ()
+        self.revision: Callable[[], int] = lambda: 0
         self.on_lease: Callable[[LeaseView | None], None] = lambda _: None
         self.before_bid: Callable[[], Awaitable[None]] = _nothing
         self.num_bad_claims = 0
@@ -219,6 +221,7 @@ class Leadership:
             address=self._bidder.address,
             timeout_s=self._bidder.timeout_s,
             in_sync={self._bidder.store_id, *self.in_sync()},
+            revision=self.revision(),
         )
 
     async def _acquire(self, term: int) -> LeaseView:

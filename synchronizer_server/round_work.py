@@ -114,8 +114,9 @@ class RoundWork:
         except DilocoError as error:
             self._handle(self._persist_failed(0, error))
             return
-        await self.mark_seeded()
         await self._replicate(persisted)
+        # Not before: a standby in sync that lacks the seed still must be free to lead a new run.
+        await self.mark_seeded()
         self._handle(ev.SeedPersisted(versions=persisted.record.versions))
 
     async def mark_seeded(self) -> None:

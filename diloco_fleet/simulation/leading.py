@@ -300,8 +300,8 @@ class Engine:
             self.handle(_persist_failed(0, error))
             return
         self.start(versions, list(states.values()))
-        yield from self.mark_seeded()
         yield from self.replicas.publishable(record, states)
+        yield from self.mark_seeded()
         self.handle(ev.SeedPersisted(versions=versions))
 
     def start(self, versions: tuple[Version, ...], states: list[FragmentState]) -> None:

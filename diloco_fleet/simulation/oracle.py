@@ -177,6 +177,11 @@ class Oracle:
         """A learner stops for good: only one that was replaced does."""
         grant, newest = learner.exchange.grant, self._ever_granted.get(learner.learner_id)
         replaced = grant is None or (newest is not None and newest != grant.incarnation)
+        if grant is not None and newest == grant.incarnation and error.reason is Reason.FENCED:
+            # The keeper was slow, so its leader granted by itself; the keeper's own grant came
+            # into being later, and the next leader believed it. A new process has to be started.
+            replaced = str(grant.incarnation) in error.message
+            self._world.tally["fenced_by_a_late_grant"] += replaced
         is_allowed = error.reason is Reason.FENCED and replaced
         assert is_allowed or learner.name == "hostile", f"{learner.name} stops: {error}"
         learner.is_over = True

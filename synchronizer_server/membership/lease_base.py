@@ -54,11 +54,13 @@ class LeaseKeeper(Protocol):
         """
 
     async def renew(
-        self, claim: Claim, *, address: str, timeout_s: float, in_sync: Collection[str]
-    ) -> LeaseView:
+        self, claim: Claim, *, address: str, timeout_s: float, in_sync: Collection[str],
+        revision: int,
+    ) -> LeaseView:  # fmt: skip
         """Prolongs the lease; takes it again where it ran out and nobody else took it, and where
         the keeper was emptied or put back to a time before this term, with ``term`` and
-        ``in_sync`` written anew in these cases alone.
+        ``in_sync`` written anew in these cases alone, under ``revision``: that of the newest
+        ``set_in_sync`` that was asked for, so that none before it lands on what is written here.
 
         Refused (nothing changes) where somebody else holds it or the keeper's term is higher.
 

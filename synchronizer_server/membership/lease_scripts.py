@@ -94,12 +94,12 @@ RENEW: Final = (
     + """
 if (mine or not held) and term <= claimed then
   take()
-  if term < claimed or not in_sync then write(ARGV[7], 0) end
+  if term < claimed or not in_sync then write(ARGV[7], ARGV[8]) end
 end
 return view()
 """
 )
-"""ARGV: claim, JSON list of the standbys in sync. Returns as ``READ``."""
+"""ARGV: claim, JSON list of the standbys in sync, revision. Returns as ``READ``."""
 
 SET_IN_SYNC: Final = (
     _CLAIM

@@ -47,10 +47,13 @@ class RedisLease:
         return self._view(await self._acquire(self._keys, args))
 
     async def renew(
-        self, claim: Claim, *, address: str, timeout_s: float, in_sync: Collection[str]
-    ) -> LeaseView:
+        self, claim: Claim, *, address: str, timeout_s: float, in_sync: Collection[str],
+        revision: int,
+    ) -> LeaseView:  # fmt: skip
         """See ``LeaseKeeper.renew``."""
-        args = [*self._claimed(claim), address, _milliseconds(timeout_s), _listed(in_sync)]
+        assert 0 <= revision <= MAX_EXACT, f"revision {revision}"
+        told = [_listed(in_sync), revision]
+        args = [*self._claimed(claim), address, _milliseconds(timeout_s), *told]
         return self._view(await self._renew(self._keys, args))
 
     async def set_in_sync(

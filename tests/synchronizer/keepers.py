@@ -126,10 +126,15 @@ async def take(
 
 
 async def prolong(
-    lease: LeaseKeeper, claim: Claim, *, timeout_s: float = LONG_S, in_sync: tuple[str, ...] = ()
-) -> LeaseView:
+    lease: LeaseKeeper, claim: Claim, *, timeout_s: float = LONG_S, in_sync: tuple[str, ...] = (),
+    revision: int = 0,
+) -> LeaseView:  # fmt: skip
     return await lease.renew(
-        claim, address=f"{claim.leader_id}:1", timeout_s=timeout_s, in_sync=in_sync
+        claim,
+        address=f"{claim.leader_id}:1",
+        timeout_s=timeout_s,
+        in_sync=in_sync,
+        revision=revision,
     )
 
 

@@ -36,7 +36,7 @@ sets = st.sets(names).map(tuple)
 lives = st.builds(Incarnation, st.integers(1, 3), st.integers(1, 3))
 steps = st.one_of(
     st.tuples(st.just("acquire"), terms, names, names),
-    st.tuples(st.just("renew"), terms, names, sets),
+    st.tuples(st.just("renew"), terms, names, sets, st.integers(0, 3)),
     st.tuples(st.just("set_in_sync"), terms, names, sets, st.integers(1, 3)),
     st.tuples(st.just("release"), terms, names),
     st.tuples(st.just("run_out")),
@@ -60,8 +60,9 @@ async def do(keeper: Keeper, lease: LeaseKeeper, members: Membership, step: tupl
     match step:
         case ("acquire", term, name, standby_id):
             return await take(lease, claim_of(keeper, term, name), standby_id=standby_id)
-        case ("renew", term, name, in_sync):
-            return await prolong(lease, claim_of(keeper, term, name), in_sync=in_sync)
+        case ("renew", term, name, in_sync, revision):
+            claim = claim_of(keeper, term, name)
+            return await prolong(lease, claim, in_sync=in_sync, revision=revision)
         case ("set_in_sync", term, name, ids, revision):
             claim = claim_of(keeper, term, name)
             return await lease.set_in_sync(claim, ids, revision=revision)

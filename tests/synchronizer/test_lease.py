@@ -128,7 +128,7 @@ async def test_a_renewal_prolongs_and_tells_a_new_address(keeper: Keeper) -> Non
     lease = keeper.lease()
     await take(lease, claim, timeout_s=100.0)
     await lease.set_in_sync(claim, ["b"], revision=1)
-    view = await lease.renew(claim, address="moved:2", timeout_s=LONG_S, in_sync=["c"])
+    view = await lease.renew(claim, address="moved:2", timeout_s=LONG_S, in_sync=["c"], revision=1)
     assert (view.holder, view.address) == (claim, "moved:2")
     assert view.remaining_s > 100.0
     assert view.in_sync == {"b"}, "a renewal writes it in an emptied keeper alone"
@@ -225,6 +225,19 @@ async def test_an_emptied_keeper_is_told_everything_by_the_next_renewal(keeper: 
     assert view.remaining_s > 0
     with pytest.raises(DilocoError):
         await keeper.membership().mark_seeded(2)
+
+
+async def test_a_write_held_up_since_before_the_keeper_was_emptied_undoes_no_renewal(
+    keeper: Keeper,
+) -> None:
+    claim = claim_of(keeper, 3)
+    await take(keeper.lease(), claim, standby_id="a")
+    assert await keeper.lease().set_in_sync(claim, ["a"], revision=5)
+    keeper.empty()
+    assert (await prolong(keeper.lease(), claim, in_sync=("a",), revision=5)).holder == claim
+    assert not await keeper.lease().set_in_sync(claim, ["a", "b"], revision=4)
+    assert (await keeper.lease().read()).in_sync == frozenset({"a"})
+    assert await keeper.lease().set_in_sync(claim, ["a", "c"], revision=6)
 
 
 async def test_an_emptied_keeper_hears_of_standbys_without_a_lease(keeper: Keeper) -> None:
