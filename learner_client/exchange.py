@@ -190,7 +190,7 @@ class Exchange:
         """Queues an update for the next boundary, unless the fragment has it already."""
         with self._lock:
             self.tally.num_updates += 1
-            self.core.due.heard(update.version.global_step)
+            self.core.heard(update.version)
             if self._newest.get(update.fragment) == update.version:
                 return
             self._newest[update.fragment] = update.version

@@ -98,7 +98,7 @@ class LearnerCore:
         self.counters = counters or Counters(num_fragments)
         self.due = DueFragments(num_fragments, overlap)
         self._num_fragments = num_fragments
-        self._term = 0
+        self._term = self._begun_at = 0
         self._local_step = local_step
         self._position = (0, 0)
         self._versions: dict[int, Version] = {}
@@ -141,10 +141,19 @@ class LearnerCore:
     def joined(self, *, term: int, local_step: int, global_step: int) -> None:
         """Takes what a Join granted; the local step never goes back."""
         if term != self._term:
-            self._term = term
+            self._term, self._begun_at = term, global_step
             self.due.rewound(global_step)
         self.due.heard(global_step)
         self._local_step = max(self._local_step, local_step)
+
+    def heard(self, version: Version) -> None:
+        """Notes a version that is published.
+
+        One of an earlier term that is beyond where the current term began is lost: to follow it
+        would be to copy what nobody asks for, and not what is asked for.
+        """
+        if version.term >= self._term or version.global_step <= self._begun_at:
+            self.due.heard(version.global_step)
 
     def pull(self, pull: PullRequest) -> AnswerPush | AnswerDecline:
         """Answers a pull from the newest copy.
@@ -192,7 +201,7 @@ class LearnerCore:
         self._stamps.pop(fragment, None)
         self.counters.applied(fragment)
         self._adopt(version)
-        self.due.heard(self._position[1])
+        self.heard(version)
 
     def to_copy(self) -> tuple[int, ...]:
         """Fragments to copy now: those due next that were trained since their counters started."""

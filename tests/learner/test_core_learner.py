@@ -272,3 +272,18 @@ def test_a_report_that_could_not_be_sent_goes_with_the_next_one():
     assert (both.num_steps, both.num_tokens, both.local_step, both.loss) == (2, 7, 2, 1.0)
     core.give_back(both)
     assert core.take_report() == both
+
+
+def test_what_a_take_over_lost_does_not_hide_what_is_asked_for():
+    """Round 2 was published in term 1 and is lost: term 2 begins at round 1 and asks for it."""
+    core = make_core()
+    core.applied(1, version(1))
+    core.joined(term=2, local_step=0, global_step=1)
+    core.applied(2, version(2))  # was on its way when the leader was lost
+    core.due.scheduled(1, (2,))
+    assert core.due.now() == (2,)
+    core.applied(2, version(0))
+    core.due.scheduled(1, (2,))
+    assert core.due.now() == (2,)
+    core.applied(2, version(2, term=2))
+    assert core.due.now() == (3, 0)
