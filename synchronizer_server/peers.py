@@ -32,8 +32,9 @@ async def ask_peers(
         if status is None:
             continue
         leads = None
-        claim = claim_from(status.claim)
-        if status.role == "leading" and heard(claim, address):
+        claim, is_leading = claim_from(status.claim), status.role == "leading"
+        # Who does not lead may have heard of a term that nobody else knows: it is not taken again.
+        if heard(claim, address if is_leading else "") and is_leading:
             leads = Holder(term=claim.term, leader_id=claim.leader_id, address=address)
         peers.append(Peer(position=(status.record_term, status.global_step), leads=leads))
     return peers

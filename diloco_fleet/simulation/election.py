@@ -125,7 +125,7 @@ class Leadership:
                     self._node.spawn(self._peers())
                 case lease.Lead():
                     self._node.point("lead")
-                    self._node.world.oracle.leads(self._node, effect.term, self._bidder.leader_id)
+                    self._node.world.oracle.leads(self._node, effect.term)
                     self._wake()
                 case lease.StepDown():
                     self._node.point("step_down")

@@ -53,7 +53,7 @@ def is_quiet(world: World) -> bool:
     return stores and all(x == versions for x in held)
 
 
-_WAITING = frozenset({"collecting", "grace", "suspended"})
+_WAITING = frozenset({"collecting", "grace", "suspended", "merged"})
 
 
 def check_end(world: World) -> Outcome:

@@ -257,9 +257,10 @@ class Node(Process):
             answer = yield from _none_if_lost(task)
             if answer is None:
                 continue
-            position, claim = answer
+            position, claim, is_leading = answer
             leads = None
-            if claim is not None and self.leadership.heard(claim, other.name):
+            address = other.name if is_leading else ""
+            if claim is not None and self.leadership.heard(claim, address) and is_leading:
                 leads = Holder(term=claim.term, leader_id=claim.leader_id, address=other.name)
             peers.append(Peer(position=position, leads=leads))
         return peers
@@ -268,9 +269,9 @@ class Node(Process):
         """Where this process stands: position, and claim where it leads."""
         yield 0.0
         if self.engine is None:
-            return self._copy.persisted or (0, 0), None
+            return self._copy.persisted or (0, 0), self.leadership.highest_claim, False
         state = self.engine.core.state
-        return (self.engine.claim.term, state.committed), self.engine.claim
+        return (self.engine.claim.term, state.committed), self.engine.claim, True
 
 
 def _waits(promise: Promise) -> Work:

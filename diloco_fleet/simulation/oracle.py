@@ -72,12 +72,8 @@ class Oracle:
 
     # -- leadership and stores -------------------------------------------------------------------
 
-    def leads(self, node: Node, term: int, leader_id: str) -> None:
-        """A process leads: no term was led before."""
-        known = self._terms.setdefault(term, leader_id)
-        if known != leader_id:
-            assert not self._world.is_strict, f"term {term} is led by {known}, and by {leader_id}"
-            raise BeyondError
+    def leads(self, node: Node, term: int) -> None:
+        """A process has the lease."""
         highest = node.store.highest_term()
         assert term > highest, f"term {term} is led over a store that knows {highest}"
         self._world.tally["terms"] += 1
@@ -95,7 +91,16 @@ class Oracle:
         self._world.tally["restores"] += 1
 
     def began(self, node: Node, record: RoundRecord | None, before: Key | None) -> None:
-        """A term began in a store, with the record that it takes over: watchers get it."""
+        """A term began in a store, with the record that it takes over: watchers get it.
+
+        No term begins twice.
+        """
+        claim = node.leadership.claim()
+        term = claim.term if record is None else record.term
+        known = self._terms.setdefault(term, claim.leader_id)
+        if known != claim.leader_id:
+            assert not self._world.is_strict, f"{known} and {claim.leader_id} lead term {term}"
+            raise BeyondError
         assert (record is None) == (before is None), "a term begins beside what is there"
         if record is not None:
             self.lineages.add(node.name, record, ())

@@ -276,7 +276,7 @@ def _settings(rng: random.Random) -> tuple[RunSettings, Profile]:
         heartbeat_interval_s=0.5,
         heartbeat_timeout_s=2.0,
         lease_timeout_s=rng.choice((0.8, 1.5)),
-        replication=rng.choices(("one", "off", "one-or-degrade"), (8, 1, 1))[0],
+        replication=rng.choices(("one", "off", "one-or-degrade"), (15, 3, 2))[0],
         push_floor_s=0.4,
         push_timeout_s=2.5,
     )

@@ -1,0 +1,24 @@
+"""Runs a share of the seeds of continuous integration; the files beside it are one worker's each."""
+
+from __future__ import annotations
+
+from diloco_fleet.simulation.world import Outcome, run_world
+
+NUM_SEEDS = 2000
+NUM_BLOCKS = 20
+
+
+def run_block(block: int) -> list[Outcome]:
+    """Runs one block of seeds; a world that fails says its seed and how to see it again."""
+    size = NUM_SEEDS // NUM_BLOCKS
+    return [run_world(seed) for seed in range(block * size, (block + 1) * size)]
+
+
+def check_block(block: int) -> None:
+    """No invariant was broken, and the faults were there: a fleet left alone proves nothing."""
+    outcomes = run_block(block)
+    assert len(outcomes) == NUM_SEEDS // NUM_BLOCKS
+    assert sum(x.num_rounds for x in outcomes) > 5 * len(outcomes)
+    assert sum(x.num_terms for x in outcomes) > len(outcomes), "hardly a take-over"
+    faults = sum(n for x in outcomes for k, n in x.tally.items() if "_at_" in k or "fault" in k)
+    assert faults > len(outcomes), "hardly a fault"
