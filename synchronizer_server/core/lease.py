@@ -224,9 +224,11 @@ class LeaseCore:
         """A signed claim was heard, from the keeper, a peer or a learner."""
         if holder.leader_id == self._leader_id:
             return []  # our own word, relayed
-        if holder.term > self.highest.term or (
-            holder.term == self.highest.term and holder.address and not self.highest.address
-        ):
+        # A claim of our own that we gave up stands in nobody's way: a keeper that was emptied may
+        # have granted its term again, to who leads now.
+        is_ours = self.role is Role.FOLLOWING and self.highest.leader_id == self._leader_id
+        says_more = is_ours or (holder.address and not self.highest.address)
+        if holder.term > self.highest.term or (holder.term == self.highest.term and says_more):
             self.highest = holder
         if self.role is Role.LEADING and holder.term > self.term:
             return self._step_down(f"{holder.leader_id} leads in term {holder.term}")
