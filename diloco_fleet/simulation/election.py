@@ -100,9 +100,7 @@ class Leadership:
         if address:
             self._addresses[claim.leader_id] = address
         known = self._addresses.get(claim.leader_id, "")
-        self._do(
-            self.core.hear(Holder(term=claim.term, leader_id=claim.leader_id, address=known))
-        )
+        self._do(self.core.hear(Holder(term=claim.term, leader_id=claim.leader_id, address=known)))
         return True
 
     def leader_address(self) -> str:

@@ -99,7 +99,9 @@ def outcome_of(world: World, *, rounds_lost: int) -> Outcome:
         rounds_lost=rounds_lost,
         num_terms=world.tally["terms"],
         participation=0.0 if engine is None else engine.ledger.participation,
-        measured_h=0.0 if engine is None else engine.ledger.measured_h / world.settings.sync_interval,
+        measured_h=0.0
+        if engine is None
+        else engine.ledger.measured_h / world.settings.sync_interval,
         longest_gap_s=oracle.longest_gap_s,
         tally=world.tally,
     )

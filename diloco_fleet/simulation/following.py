@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from decoupled_diloco.claims import Claim
 from decoupled_diloco.errors import DilocoError, Reason
-from diloco_fleet.simulation.kernel import Task, Work
+from diloco_fleet.simulation.kernel import Promise, Task, Work
 from diloco_fleet.simulation.network import End, unavailable
 from diloco_fleet.simulation.replicas import Hello, Run, State
-from synchronizer_server.core.records import RoundRecord, canonical_json
+from synchronizer_server.core.records import RoundRecord
+from synchronizer_server.core.strict_json import canonical_json
 from synchronizer_server.replication.messages import Transfer
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ class Follower:
         self._node = node
         self.highest_term = 0
         self._claim: Claim | None = None
+        self._due: deque[Transfer] = deque()
+        self._wake = Promise()
         self.streaming = self.in_sync = False
         self.record: RoundRecord | None = None
 
@@ -63,6 +67,13 @@ class Follower:
             raise unavailable("the leader")
         self._begin(first, highest)
         yield from self._describe(first)
+        keeping = self._node.spawn(self._keep(end))
+        try:
+            yield from self._receive(end)
+        finally:
+            keeping.cancel()
+
+    def _receive(self, end: End) -> Work:
         while True:
             message = yield from end.receive()
             match message:
@@ -72,7 +83,16 @@ class Follower:
                 case Run():
                     yield from self._describe(message)
                 case Transfer():
-                    yield from self._persist(end, message)
+                    self._due.append(message)
+                    wake, self._wake = self._wake, Promise()
+                    wake.set()
+
+    def _keep(self, end: End) -> Work:
+        """Beside what receives: a slow disk does not make the leader's word come late."""
+        while True:
+            while self._due:
+                yield from self._persist(end, self._due.popleft())
+            yield self._wake
 
     def _begin(self, run: Run, highest: Claim | None) -> None:
         if not self._node.leadership.heard(run.claim):
@@ -80,6 +100,10 @@ class Follower:
         known = max(self.highest_term, highest.term if highest is not None else 0)
         if run.claim.term < known:
             raise DilocoError(Reason.STALE_TERM, f"term {known} has begun")
+        if highest is not None and highest.term == run.claim.term:
+            if highest.leader_id != run.claim.leader_id:
+                raise DilocoError(Reason.BAD_CLAIM, "two claim one term; none is followed")
+        self._due.clear()
         self._claim, self.streaming, self.in_sync = run.claim, True, False
 
     def _describe(self, run: Run) -> Work:

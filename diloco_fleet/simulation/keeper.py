@@ -48,9 +48,7 @@ class Keeper(Process):
             DilocoError: MEMBERSHIP_UNAVAILABLE where it does not answer; what it refuses.
         """
         try:
-            return (
-                yield self._network.call(caller, self, lambda: _run(question), self._timeout_s)
-            )
+            return (yield self._network.call(caller, self, lambda: _run(question), self._timeout_s))
         except DilocoError as error:
             if error.reason is not Reason.UNAVAILABLE:
                 raise

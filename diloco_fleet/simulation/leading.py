@@ -136,9 +136,7 @@ class Engine:
                 self.node.world.oracle.pulls(self, effect)
                 stream = self.streams.get(effect.learner_id)
                 if stream is not None and stream.incarnation == effect.incarnation:
-                    stream.end.send(
-                        (self.core.state.term, effect.global_step, effect.fragment)
-                    )
+                    stream.end.send((self.core.state.term, effect.global_step, effect.fragment))
                     self.node.point("pull")
             case fx.SendSchedule():
                 for stream in self.streams.values():
@@ -231,9 +229,7 @@ class Engine:
 
         merged = yield self.node.tensors_runner.submit("merge", merge)
         self._merged[effect.global_step] = merged
-        self.handle(
-            ev.RoundMerged(global_step=effect.global_step, version=merged.update.result)
-        )
+        self.handle(ev.RoundMerged(global_step=effect.global_step, version=merged.update.result))
 
     def _persist(self, effect: fx.PersistRound) -> Work:
         summary = effect.summary

@@ -17,6 +17,7 @@ from diloco_fleet.simulation.search import LeaderSearch
 from learner_client.core.connection import Event, State
 from learner_client.core.learner_core import AnswerDecline, LearnerCore, PullRequest
 from learner_client.core.retry import REJOIN, Backoff, is_fatal
+from learner_client.data import Progress
 from learner_client.exchange import Exchange, Grant, PushWork, Update
 from learner_client.pushes import outer_gradient
 from learner_client.updates import FRAGMENT_BROKEN, StagedUpdate, apply_update
@@ -112,7 +113,11 @@ class LearnerProcess(Process):
             capture.vector.copy_(self._model[start:stop])
         self.exchange.copied(captures)
         self.exchange.report(
-            num_tokens=self.world.num_tokens(self), loss=None, step_s=self.step_s, overhead_s=0.0
+            num_tokens=self.world.num_tokens(self),
+            loss=None,
+            step_s=self.step_s,
+            overhead_s=0.0,
+            progress=Progress(),
         )
         self._tell()
 
@@ -146,15 +151,24 @@ class LearnerProcess(Process):
                     self.grant = None
                 if error.reason not in REJOIN:
                     self.exchange.lost(error)
-                yield self._backoff.failed(self.world.rng.random())
+                yield self.search.pause_s(self._backoff.failed(self.world.rng.random()))
         for task in list(self._pushes):
             task.cancel()
 
+    def join_request(self) -> Join:
+        """What a Join says, and what relays a claim."""
+        grant = self.exchange.grant
+        return Join(
+            learner_id=self.learner_id,
+            request_id=self.request_id,
+            claim=self.search.claim,
+            previous=None if grant is None else grant.incarnation,
+            merged=max((v.global_step for v, _ in self.held.values()), default=0),
+        )
+
     def _join(self) -> Work:
         node = self.world.node_at(self.search.leadership.current)
-        request = Join(
-            learner_id=self.learner_id, request_id=self.request_id, claim=self.search.claim
-        )
+        request = self.join_request()
         response: Joined = yield self.world.network.call(
             self, node, lambda: services.join(node, request), _JOIN_DEADLINE_S
         )
@@ -295,9 +309,7 @@ class LearnerProcess(Process):
             incarnation=grant.incarnation,
             held={p: version for p, (version, _) in self.held.items()},
         )
-        end = self.world.network.open(
-            self, node, lambda end: services.watch(node, end, request)
-        )
+        end = self.world.network.open(self, node, lambda end: services.watch(node, end, request))
         try:
             while True:
                 message = yield from end.receive()
@@ -324,9 +336,7 @@ class LearnerProcess(Process):
         vector = apply_update(staged, self.held.get(update.fragment))
         self.held[update.fragment] = (update.result, vector)
         self.world.oracle.seen(self, update.fragment, update.result)
-        self.exchange.offer(
-            Update(fragment=update.fragment, version=update.result, vector=vector)
-        )
+        self.exchange.offer(Update(fragment=update.fragment, version=update.result, vector=vector))
         self._watch_backoff.succeeded()
 
     # -- pushes ----------------------------------------------------------------------------------
@@ -374,9 +384,7 @@ class LearnerProcess(Process):
         self.exchange.release(work.capture)
         delivery = self.spawn(self._deliver(request))
         try:
-            accepted, reason, message = yield from within(
-                delivery, grant.settings.push_timeout_s
-            )
+            accepted, reason, message = yield from within(delivery, grant.settings.push_timeout_s)
         except TimeoutError:
             delivery.cancel()
             self.exchange.settled(stamp, accepted=False, word=str(Reason.TOO_LATE))

@@ -21,11 +21,18 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """A learner asks to take part."""
+    """A learner asks to take part.
+
+    Attributes:
+        previous: incarnation of the same process before.
+        merged: highest global step of the versions that it holds.
+    """
 
     learner_id: str
     request_id: str
     claim: Claim | None
+    previous: Incarnation | None
+    merged: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

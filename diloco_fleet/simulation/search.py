@@ -8,7 +8,7 @@ from decoupled_diloco.claims import Claim
 from decoupled_diloco.errors import DilocoError, Reason
 from diloco_fleet.simulation import services
 from diloco_fleet.simulation.kernel import Either, Work
-from diloco_fleet.simulation.messages import Join, Joined
+from diloco_fleet.simulation.messages import Joined
 from learner_client.core.leadership import Answer, Leadership, Stall
 from learner_client.core.retry import REJOIN, is_fatal
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from diloco_fleet.simulation.learner import LearnerProcess
 
 ASK_DEADLINE_S = 3.0
+_ASK_INTERVAL_S = 0.5
 _LINGER_S = 0.5
 
 
@@ -55,6 +56,10 @@ class LeaderSearch:
             self._lost = True
         return error
 
+    def pause_s(self, backoff_s: float) -> float:
+        """How long to wait before the next attempt, seconds."""
+        return min(backoff_s, _ASK_INTERVAL_S)
+
     def settle(self) -> Work:
         """Goes to who leads where the connection was lost."""
         if self._lost and len(self.leadership.addresses) > 1:
@@ -89,9 +94,7 @@ class LeaderSearch:
         for answer in answers:
             if answer.leads:
                 node = learner.world.node_at(answer.address)
-                request = Join(
-                    learner_id=learner.learner_id, request_id=learner.request_id, claim=claim
-                )
+                request = learner.join_request()
                 try:
                     response: Joined = yield learner.world.network.call(
                         learner,

@@ -24,6 +24,7 @@ def join(node: Node, request: Join) -> Work:
     yield 0.0
     engine = node.leader()
     _check_claim(engine, request)
+    _check_not_lost(engine, request)
     while engine.joining is not None:
         yield engine.joining
     lock = engine.joining = Promise()
@@ -33,7 +34,7 @@ def join(node: Node, request: Join) -> Work:
         name = (request.learner_id, request.request_id)
         known = engine.granted.get(name)
         if known is None or _needs_new_life(engine, request.learner_id, known):
-            known = yield from _grant(engine, request.learner_id)
+            known = yield from _grant(engine, request)
             engine.granted[name] = known
         return _response(engine, request.learner_id, known)
     finally:
@@ -49,6 +50,16 @@ def _check_claim(engine: Engine, request: Join) -> None:
         raise DilocoError(
             Reason.NOT_LEADING, f"term {claim.term} is led elsewhere", term=claim.term
         )
+
+
+def _check_not_lost(engine: Engine, request: Join) -> None:
+    state = engine.core.state
+    if state.seeded or state.seed_persisting:
+        return
+    if request.merged and not state.seed_forbidden:
+        engine.handle(ev.SeedForbidden(learner_id=request.learner_id))
+    if state.seed_forbidden:
+        raise DilocoError(Reason.STORE_LOST, "the run has merged before; the store is empty")
 
 
 def _needs_new_life(engine: Engine, learner_id: str, incarnation: Incarnation) -> bool:
@@ -79,8 +90,9 @@ def _fix_layout(engine: Engine) -> Work:
     engine.core.fix_layout(layout.num_fragments)
 
 
-def _grant(engine: Engine, learner_id: str) -> Work:
+def _grant(engine: Engine, request: Join) -> Work:
     state, keeper = engine.core.state, engine.node.world.keeper
+    learner_id = request.learner_id
     shard = engine.core.shard_for(learner_id)
     if shard is None:
         raise DilocoError(Reason.NO_SHARD_LEFT, "all shards belong to others")
@@ -99,7 +111,14 @@ def _grant(engine: Engine, learner_id: str) -> Work:
         incarnation = Incarnation(state.term, at_least + 1)
     engine.node.point("granted")
     engine.node.world.oracle.granted(engine, learner_id, incarnation)
-    engine.handle(ev.LearnerJoined(learner_id=learner_id, incarnation=incarnation, shard=shard))
+    engine.handle(
+        ev.LearnerJoined(
+            learner_id=learner_id,
+            incarnation=incarnation,
+            shard=shard,
+            previous=request.previous,
+        )
+    )
     return incarnation
 
 
@@ -143,9 +162,7 @@ def push(node: Node, request: Push) -> Work:
     """Serves one push: header, bytes, then the instant that decides."""
     yield 0.0
     engine = node.leader()
-    key = ev.PushKey(
-        request.learner_id, request.incarnation, request.global_step, request.fragment
-    )
+    key = ev.PushKey(request.learner_id, request.incarnation, request.global_step, request.fragment)
     ticket = engine.tickets.setdefault(key, Ticket())
     engine.handle(
         ev.PushOpened(
@@ -176,7 +193,7 @@ def _stage(engine: Engine, ticket: Ticket, key: ev.PushKey, request: Push) -> Wo
     tensors = engine.tensors
     assert tensors is not None, "a round is open"
     try:
-        vector = yield engine.node.tensors_runner.submit(
+        vector, norm = yield engine.node.tensors_runner.submit(
             "decode", lambda: tensors.decode(request.codec, request.payload, key.fragment)
         )
     except DilocoError as error:
@@ -187,7 +204,7 @@ def _stage(engine: Engine, ticket: Ticket, key: ev.PushKey, request: Push) -> Wo
         return
     if not ticket.answer.done:
         ticket.vector, ticket.work = vector, request.work
-        engine.handle(ev.PushStaged(key=key))
+        engine.handle(ev.PushStaged(key=key, norm=norm))
 
 
 def push_seed(node: Node, request: Push) -> Work:

@@ -249,6 +249,7 @@ def run_world(seed: int) -> Outcome:
         )
         raise
     finally:
+        world.faults.stop()
         logging.disable(level)
 
 

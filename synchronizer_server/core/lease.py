@@ -232,6 +232,9 @@ class LeaseCore:
             self.highest = holder
         if self.role is Role.LEADING and holder.term > self.term:
             return self._step_down(f"{holder.leader_id} leads in term {holder.term}")
+        if self.role is Role.LEADING and holder.term == self.term:
+            # Nobody can tell the two apart by their term: whoever bids next takes a higher one.
+            return self._step_down(f"{holder.leader_id} claims term {holder.term}, too")
         return []
 
     def step_down(self, reason: str) -> list[Effect]:
