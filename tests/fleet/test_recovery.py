@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -272,14 +273,14 @@ def _stop_at(patch: pytest.MonkeyPatch, phase: str) -> None:
     """The connection of whoever joins lets nothing through from this phase on."""
     original = ScriptedLearner.join
 
-    async def join(self: ScriptedLearner) -> None:
+    async def join(self: ScriptedLearner, part: Path | None = None) -> None:
         if phase == "joining":
             await self.line.cut()
         elif phase == "syncing":
             self.line.watch = lambda _request: _silence()
         elif phase == "recovering":
             self.line.recover = lambda _requests: _silence()
-        await original(self)
+        await original(self, part)
 
     patch.setattr(ScriptedLearner, "join", join)
 
@@ -288,9 +289,9 @@ def _load_first(patch: pytest.MonkeyPatch, state: TrainingState) -> None:
     """Whoever joins goes on from this state."""
     original = ScriptedLearner.join
 
-    async def join(self: ScriptedLearner) -> None:
+    async def join(self: ScriptedLearner, part: Path | None = None) -> None:
         state.restore(self.model, self.inner_state, self.learner)
-        await original(self)
+        await original(self, part)
 
     patch.setattr(ScriptedLearner, "join", join)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.project.parsing import parsed
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
     "decoupled_diloco": ROOT / "protos" / "decoupled_diloco",
@@ -73,7 +75,7 @@ def sources() -> dict[str, str]:
 def imports_of(module: str, text: str, known: set[str]) -> Iterator[tuple[str, int]]:
     """Every module that a source imports, wherever in the source, with the line."""
     package = module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno

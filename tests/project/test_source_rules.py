@@ -11,6 +11,7 @@ import pytest
 
 from decoupled_diloco import errors
 from decoupled_diloco.errors import CATALOGUE, Reason
+from tests.project.parsing import parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = (
@@ -38,7 +39,7 @@ def too_long(text: str) -> Iterator[str]:
     num_lines = len(text.splitlines())
     if num_lines > MAX_FILE_LINES:
         yield f"file of {num_lines} lines"
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             num_lines = node.end_lineno - node.lineno + 1
             if num_lines > MAX_FUNCTION_LINES:
@@ -47,7 +48,7 @@ def too_long(text: str) -> Iterator[str]:
 
 def unsafe(text: str) -> Iterator[str]:
     """What in one source could run code that came as data."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Import):
             names = {alias.name.partition(".")[0] for alias in node.names}
             yield from sorted(names & UNSAFE_MODULES)

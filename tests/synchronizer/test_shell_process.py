@@ -200,7 +200,6 @@ def test_health_drain_and_what_is_not_served(start: Callable[..., Process]) -> N
             seen = [s if s == "SERVING" else h.next() for s, h in zip(seen, health, strict=True)]
         admin = admin_pb2_grpc.AdminServiceStub(channel)
         calls: list[Callable[[], object]] = [
-            lambda: admin.TakeSnapshot(admin_pb2.TakeSnapshotRequest()),
             lambda: admin.Promote(admin_pb2.PromoteRequest()),
             lambda: next(
                 replication_pb2_grpc.ReplicationServiceStub(channel).Replicate(
