@@ -17,7 +17,7 @@ from diloco_fleet.simulation import services
 from diloco_fleet.simulation.faults import Faults, Profile
 from diloco_fleet.simulation.final import check_end, is_healthy, is_quiet, outcome_of
 from diloco_fleet.simulation.keeper import Keeper
-from diloco_fleet.simulation.kernel import Kernel, Process
+from diloco_fleet.simulation.kernel import Kernel, Process, Work
 from diloco_fleet.simulation.learner import LearnerProcess
 from diloco_fleet.simulation.network import Network
 from diloco_fleet.simulation.node import Node
@@ -196,16 +196,24 @@ class World:
         for before in self._replaced:
             if before.alive:
                 before.die()
-        for learner in self.learners:
-            if learner.alive and learner.is_over:
-                learner.die()
-            if not learner.alive:
-                learner.start()
+        supervisor = Process(self.kernel, "supervisor")
+        supervisor.begin()
+        supervisor.spawn(self._supervise())
         for node in self.nodes:
             if not node.alive:
                 node.start()
         if not self.keeper.alive:
             self.keeper.begin()
+
+    def _supervise(self) -> Work:
+        """Starts learners that are dead; also who is fenced by a call of before that came late."""
+        while True:
+            for learner in self.learners:
+                if learner.alive and learner.is_over:
+                    learner.die()
+                if not learner.alive:
+                    learner.start()
+            yield 0.5
 
     def describe(self) -> str:
         """Where everybody stands."""
