@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from decoupled_diloco.claims import Claim
 from decoupled_diloco.versions import Incarnation, Version
 

@@ -23,8 +23,8 @@ from synchronizer_server.merge.fragment_state import FragmentState, advance
 from synchronizer_server.merge.outer import OuterSettings
 
 if TYPE_CHECKING:
-    from diloco_fleet.simulation.learner import LearnerProcess
     from diloco_fleet.simulation.leading import Engine, Ticket
+    from diloco_fleet.simulation.learner import LearnerProcess
     from diloco_fleet.simulation.node import Node
     from diloco_fleet.simulation.world import World
     from synchronizer_server.tensors import Merged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections import Counter
@@ -142,9 +143,7 @@ class World:
         """Pushes that were sent before arrive again."""
         for push in rng.sample(learner.sent, min(3, len(learner.sent))):
             node = rng.choice(self.nodes)
-            self.network.call(
-                self.keeper, node, lambda node=node, push=push: services.push(node, push), 5.0
-            )
+            self.network.call(self.keeper, node, functools.partial(services.push, node, push), 5.0)
 
     def is_healthy(self) -> bool:
         """Whether the fleet has recovered from everything."""
@@ -187,7 +186,9 @@ class World:
             lambda: self.kernel.num_events % 16 == 0 and is_quiet(self),
         )
         self.kernel.run(self.kernel.now + _STAYS_S)
-        assert quiet and is_quiet(self), f"published copies do not become equal: {self.describe()}"
+        stays = is_quiet(self)
+        assert quiet, f"published copies do not become equal: {self.describe()}"
+        assert stays, f"published copies do not stay equal: {self.describe()}"
         return check_end(self)
 
     def _heal(self) -> None:
