@@ -1,4 +1,4 @@
-"""The election as one process takes part in it: `synchronizer_server.leadership`, in virtual time."""
+"""One process in the election: `synchronizer_server.leadership`, in virtual time."""
 
 from __future__ import annotations
 

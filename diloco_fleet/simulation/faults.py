@@ -7,6 +7,7 @@ fleet has recovered from the one before.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,6 +35,16 @@ POINTS: Final = (
 
 _PATIENCE_S = 3.0
 _EARLY = frozenset({"persist_seed:before", "persist_seed:after", "publish_seed", "open_run:before"})
+
+
+def _start_learner(learner: LearnerProcess) -> None:
+    if not learner.alive:
+        learner.start()
+
+
+def _start(node: Node) -> None:
+    if not node.alive:
+        node.start()
 
 
 class Profile(StrEnum):
@@ -106,7 +117,7 @@ class Faults:
         if action == "freeze":
             node.freeze(self._length())
         else:
-            self._later(self._length(), lambda: None if node.alive else node.start())
+            self._later(self._length(), functools.partial(_start, node))
             raise CrashedError
 
     def _length(self) -> float:
@@ -207,13 +218,13 @@ class Faults:
             node.freeze(self._length())
         else:
             node.die()
-            self._later(self._length(), lambda: None if node.alive else node.start())
+            self._later(self._length(), functools.partial(_start, node))
 
     def _kill_both(self) -> None:
         for node in self._world.nodes:
             if node.alive:
                 node.die()
-                self._later(self._length(), lambda node=node: None if node.alive else node.start())
+                self._later(self._length(), functools.partial(_start, node))
 
     # -- learners --------------------------------------------------------------------------------
 
@@ -225,9 +236,7 @@ class Faults:
         world.tally[f"fault_learner_{kind}"] += 1
         if kind == "kill" and learner.alive:
             learner.die()
-            yield self._length()
-            if not learner.alive:
-                learner.start()
+            self._later(self._length(), functools.partial(_start_learner, learner))
         elif kind == "freeze":
             learner.freeze(self._length())
         elif kind == "slow":

@@ -100,9 +100,9 @@ class Follower:
         known = max(self.highest_term, highest.term if highest is not None else 0)
         if run.claim.term < known:
             raise DilocoError(Reason.STALE_TERM, f"term {known} has begun")
-        if highest is not None and highest.term == run.claim.term:
-            if highest.leader_id != run.claim.leader_id:
-                raise DilocoError(Reason.BAD_CLAIM, "two claim one term; none is followed")
+        same_term = highest is not None and highest.term == run.claim.term
+        if same_term and highest is not None and highest.leader_id != run.claim.leader_id:
+            raise DilocoError(Reason.BAD_CLAIM, "two claim one term; none is followed")
         self._due.clear()
         self._claim, self.streaming, self.in_sync = run.claim, True, False
 

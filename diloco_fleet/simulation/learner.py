@@ -1,25 +1,26 @@
-"""One learner process: `learner_client.learner`, `worker`, `watcher` and `pusher` in virtual time."""
+"""One learner process: `learner_client.learner`, `worker` and `watcher`, in virtual time."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING
 
 import torch
 
-from decoupled_diloco.codecs import get_codec
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.versions import Incarnation, Version
 from diloco_fleet.simulation import services
-from diloco_fleet.simulation.kernel import Either, Process, Promise, Task, Work, within
+from diloco_fleet.simulation.kernel import Either, Process, Promise, Work
 from diloco_fleet.simulation.messages import Join, Joined, Push, Schedule, Watch
 from diloco_fleet.simulation.network import End, unavailable
+from diloco_fleet.simulation.pushing import Pusher, push_of
 from diloco_fleet.simulation.search import LeaderSearch
 from learner_client.core.connection import Event, State
-from learner_client.core.learner_core import AnswerDecline, LearnerCore, PullRequest
+from learner_client.core.learner_core import LearnerCore, PullRequest
 from learner_client.core.retry import REJOIN, Backoff, is_fatal
 from learner_client.data import Progress
-from learner_client.exchange import Exchange, Grant, PushWork, Update
-from learner_client.pushes import outer_gradient
+from learner_client.exchange import Exchange
+from learner_client.grants import Grant, Update
 from learner_client.updates import FRAGMENT_BROKEN, StagedUpdate, apply_update
 from synchronizer_server.core import events as ev
 from synchronizer_server.updates import Update as Published
@@ -68,13 +69,13 @@ class LearnerProcess(Process):
         self.grant: Grant | None = None
         self._model = torch.full((self.world.num_parameters,), float(self.uid))
         self._num_steps = 0
-        self._applied_at = [0] * self.world.layout.num_fragments
+        self.applied_at = [0] * self.world.layout.num_fragments
         self._is_current = False
         self._seeded: Incarnation | None = None
         self._backoff, self._watch_backoff = Backoff(), Backoff()
         self._wake = Promise()
         self._declines: list[ev.PullDeclined] = []
-        self._pushes: dict[Task, Grant] = {}
+        self._pusher = Pusher(self)
         self._lost = Promise()
         self.spawn(self._serve())
         self.spawn(self._train())
@@ -125,7 +126,7 @@ class LearnerProcess(Process):
         for update in updates:
             start, stop = self.world.slices[update.fragment]
             self._model[start:stop] = update.vector
-            self._applied_at[update.fragment] = self._num_steps
+            self.applied_at[update.fragment] = self._num_steps
             self.exchange.applied(update)
 
     def _tell(self) -> None:
@@ -152,8 +153,7 @@ class LearnerProcess(Process):
                 if error.reason not in REJOIN:
                     self.exchange.lost(error)
                 yield self.search.pause_s(self._backoff.failed(self.world.rng.random()))
-        for task in list(self._pushes):
-            task.cancel()
+        self._pusher.close()
 
     def join_request(self) -> Join:
         """What a Join says, and what relays a claim."""
@@ -192,10 +192,7 @@ class LearnerProcess(Process):
     def _session(self, grant: Grant) -> Work:
         """One connection, from the answer to a Join until it is lost."""
         self._declines.clear()
-        for task, started in list(self._pushes.items()):
-            if (started.incarnation, started.term) != (grant.incarnation, grant.term):
-                task.cancel()
-                del self._pushes[task]
+        self._pusher.keep_only(grant)
         if grant.seed and self._seeded != grant.incarnation:
             yield from self._seed(grant)
             self._seeded = grant.incarnation
@@ -226,32 +223,22 @@ class LearnerProcess(Process):
         for fragment, (start, stop) in enumerate(self.world.slices):
             held = self.held.get(fragment)
             vector = self._model[start:stop].clone() if held is None else held[1]
-            request = self._push_of(
-                grant, fragment=fragment, codec="fp32", vector=vector, base=Version(0, 0, b"")
+            request = push_of(
+                self.learner_id,
+                grant,
+                fragment=fragment,
+                codec="fp32",
+                vector=vector,
+                base=Version(0, 0, b""),
             )
             reason = yield self.world.network.call(
-                self, node, lambda request=request: services.push_seed(node, request), 3.0
+                self, node, functools.partial(services.push_seed, node, request), 3.0
             )
             if reason not in {None, Reason.DUPLICATE}:
                 if reason in {Reason.NOT_ASKED, Reason.ALREADY_MERGED}:
                     break
                 raise DilocoError(reason, "the seed was not taken")
         self.exchange.happened(Event.SEEDED)
-
-    def _push_of(
-        self, grant: Grant, *, fragment: int, codec: str, vector: torch.Tensor, base: Version,
-        **rest: Any,  # noqa: ANN401  fields of the message
-    ) -> Push:  # fmt: skip
-        fields = {"global_step": 0, "local_step": 0, "num_tokens": 0, "num_steps": 0, "work": None}
-        return Push(
-            learner_id=self.learner_id,
-            incarnation=grant.incarnation,
-            fragment=fragment,
-            base=base,
-            codec=codec,
-            payload=bytes(get_codec(codec).encode(vector)),
-            **{"term": grant.term, **fields, **rest},
-        )
 
     # -- the report stream -----------------------------------------------------------------------
 
@@ -263,10 +250,9 @@ class LearnerProcess(Process):
             if isinstance(message, Schedule):
                 self.exchange.scheduled(message.global_step, message.due_fragments)
             else:
-                self._pulled(*message, grant)
+                self._pulled(message, grant)
 
     def _say(self, end: End, grant: Grant) -> Work:
-        who = {"learner_id": self.learner_id, "incarnation": grant.incarnation}
         if grant.term != self.search.leadership.term:
             yield grant.settings.heartbeat_interval_s
         while True:
@@ -277,7 +263,8 @@ class LearnerProcess(Process):
             if report is not None:
                 end.send(
                     ev.StepReported(
-                        **who,
+                        learner_id=self.learner_id,
+                        incarnation=grant.incarnation,
                         local_step=report.local_step,
                         num_steps=report.num_steps,
                         num_tokens=report.num_tokens,
@@ -286,7 +273,7 @@ class LearnerProcess(Process):
                 )
             yield Either((wake,), grant.settings.heartbeat_interval_s)
             if not wake.done:
-                end.send(ev.Heard(**who))
+                end.send(ev.Heard(learner_id=self.learner_id, incarnation=grant.incarnation))
 
     # -- the watch -------------------------------------------------------------------------------
 
@@ -339,81 +326,21 @@ class LearnerProcess(Process):
         self.exchange.offer(Update(fragment=update.fragment, version=update.result, vector=vector))
         self._watch_backoff.succeeded()
 
-    # -- pushes ----------------------------------------------------------------------------------
-
-    def _pulled(self, term: int, global_step: int, fragment: int, grant: Grant) -> None:
+    def _pulled(self, message: tuple[int, int, int], grant: Grant) -> None:
+        term, global_step, fragment = message
         pull = PullRequest(term=term, group=0, global_step=global_step, fragment=fragment)
-        self._pushes = {task: g for task, g in self._pushes.items() if not task.done}
-        work: PushWork | AnswerDecline | Reason = Reason.OUT_OF_MEMORY_BUDGET
-        if len(self._pushes) < 2 * grant.settings.overlap + 2:
-            work = self.exchange.pull(pull)
-        if isinstance(work, PushWork):
-            first = self._applied_at[fragment]
-            self._pushes[self.spawn(self._push(work, grant, first))] = grant
-            return
-        reason = work.reason if isinstance(work, AnswerDecline) else work
-        self._declines.append(
-            ev.PullDeclined(
-                learner_id=self.learner_id,
-                incarnation=grant.incarnation,
-                global_step=global_step,
-                reason=reason,
-            )
-        )
-        self._tell()
-
-    def _push(self, work: PushWork, grant: Grant, first: int) -> Work:
-        stamp, pull = work.answer.stamp, work.answer.pull
-        vector = outer_gradient(work.base, work.capture.vector)
-        request = self._push_of(
-            grant,
-            term=pull.term,
-            fragment=stamp.fragment,
-            codec=grant.settings.codec_up,
-            vector=vector,
-            base=stamp.base,
-            global_step=pull.global_step,
-            local_step=stamp.local_step,
-            num_tokens=work.answer.counters.num_tokens,
-            num_steps=work.answer.counters.num_steps,
-            work=(self.uid, first, stamp.totals.num_steps),
-        )
-        self.world.oracle.pushes(self, request, work.capture.vector.clone())
-        request = self.world.faults.hostile(self, request)
-        self.sent.append(request)
-        self.exchange.release(work.capture)
-        delivery = self.spawn(self._deliver(request))
-        try:
-            accepted, reason, message = yield from within(delivery, grant.settings.push_timeout_s)
-        except TimeoutError:
-            delivery.cancel()
-            self.exchange.settled(stamp, accepted=False, word=str(Reason.TOO_LATE))
-            return
-        except DilocoError as error:
-            self.exchange.settled(stamp, accepted=False, word=str(error.reason))
-            accepted, reason, message = False, error.reason, error.message
-        else:
-            self.exchange.settled(stamp, accepted=accepted, word=str(reason))
-        if not accepted and (reason in REJOIN or reason in _LEAVES):
-            self._lost.fail(DilocoError(reason, message))
-
-    def _deliver(self, request: Push) -> Work:
-        backoff = Backoff(first_s=0.05, most_s=1.0)
-        failure = unavailable("the synchronizer")
-        for _ in range(_MAX_ATTEMPTS):
-            node = self.world.node_at(self.search.leadership.current)
-            try:
-                return (
-                    yield self.world.network.call(
-                        self,
-                        node,
-                        lambda node=node: services.push(node, request),
-                        self.world.settings.push_timeout_s,
-                    )
+        reason = self._pusher.pulled(pull, grant)
+        if reason is not None:
+            self._declines.append(
+                ev.PullDeclined(
+                    learner_id=self.learner_id,
+                    incarnation=grant.incarnation,
+                    global_step=global_step,
+                    reason=reason,
                 )
-            except DilocoError as error:
-                if error.reason is not Reason.UNAVAILABLE:
-                    raise
-                failure = error
-            yield backoff.failed(self.world.rng.random())
-        raise failure
+            )
+            self._tell()
+
+    def fail_session(self, error: DilocoError) -> None:
+        """A push was told that this incarnation, or this leader, counts no more."""
+        self._lost.fail(error)

@@ -1,4 +1,4 @@
-"""One synchronizer process: `synchronizer_server.node`, `assembly` and its services' switchboard."""
+"""One synchronizer process: `synchronizer_server.node` and `assembly`, in virtual time."""
 
 from __future__ import annotations
 

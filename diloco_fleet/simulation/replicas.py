@@ -1,4 +1,4 @@
-"""A leader's standbys: `synchronizer_server.replicas`, `gate` and `replication.leader` in virtual time."""
+"""A leader's standbys: `replicas`, `gate` and `replication.leader`, in virtual time."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from decoupled_diloco.claims import Claim
@@ -99,7 +100,7 @@ class LeaderSearch:
                     response: Joined = yield learner.world.network.call(
                         learner,
                         node,
-                        lambda node=node, request=request: services.join(node, request),
+                        functools.partial(services.join, node, request),
                         ASK_DEADLINE_S,
                     )
                 except DilocoError:

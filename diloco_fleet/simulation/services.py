@@ -1,4 +1,4 @@
-"""What a leader serves to learners: `joining`, `service.report`, `push` and `watch`, in virtual time."""
+"""What a leader serves: `joining`, `service.report`, `push` and `watch`, in virtual time."""
 
 from __future__ import annotations
 
@@ -244,11 +244,12 @@ def watch(node: Node, end: End, request: Watch) -> Work:
         published, sent = engine.published, False
         if held is None and engine.core.state.seeded:
             held = dict(request.held)
-        for fragment in _stale_first(engine, held) if held is not None else ():
-            for update in engine.updates.plan(fragment, held.get(fragment)):
+        versions: dict[int, Version] = {} if held is None else held
+        for fragment in _stale_first(engine, versions) if held is not None else ():
+            for update in engine.updates.plan(fragment, versions.get(fragment)):
                 end.send(update)
                 node.point("update_sent")
-                held[fragment] = update.result
+                versions[fragment] = update.result
                 sent = True
                 yield 0.0
         if sent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections import Counter
@@ -17,7 +18,7 @@ from diloco_fleet.simulation import services
 from diloco_fleet.simulation.faults import Faults, Profile
 from diloco_fleet.simulation.final import check_end, is_healthy, is_quiet, outcome_of
 from diloco_fleet.simulation.keeper import Keeper
-from diloco_fleet.simulation.kernel import Kernel, Process
+from diloco_fleet.simulation.kernel import Kernel, Process, Work
 from diloco_fleet.simulation.learner import LearnerProcess
 from diloco_fleet.simulation.network import Network
 from diloco_fleet.simulation.node import Node
@@ -142,9 +143,7 @@ class World:
         """Pushes that were sent before arrive again."""
         for push in rng.sample(learner.sent, min(3, len(learner.sent))):
             node = rng.choice(self.nodes)
-            self.network.call(
-                self.keeper, node, lambda node=node, push=push: services.push(node, push), 5.0
-            )
+            self.network.call(self.keeper, node, functools.partial(services.push, node, push), 5.0)
 
     def is_healthy(self) -> bool:
         """Whether the fleet has recovered from everything."""
@@ -187,7 +186,9 @@ class World:
             lambda: self.kernel.num_events % 16 == 0 and is_quiet(self),
         )
         self.kernel.run(self.kernel.now + _STAYS_S)
-        assert quiet and is_quiet(self), f"published copies do not become equal: {self.describe()}"
+        stays = is_quiet(self)
+        assert quiet, f"published copies do not become equal: {self.describe()}"
+        assert stays, f"published copies do not stay equal: {self.describe()}"
         return check_end(self)
 
     def _heal(self) -> None:
@@ -196,16 +197,24 @@ class World:
         for before in self._replaced:
             if before.alive:
                 before.die()
-        for learner in self.learners:
-            if learner.alive and learner.is_over:
-                learner.die()
-            if not learner.alive:
-                learner.start()
+        supervisor = Process(self.kernel, "supervisor")
+        supervisor.begin()
+        supervisor.spawn(self._supervise())
         for node in self.nodes:
             if not node.alive:
                 node.start()
         if not self.keeper.alive:
             self.keeper.begin()
+
+    def _supervise(self) -> Work:
+        """Starts learners that are dead; also who is fenced by a call of before that came late."""
+        while True:
+            for learner in self.learners:
+                if learner.alive and learner.is_over:
+                    learner.die()
+                if not learner.alive:
+                    learner.start()
+            yield 0.5
 
     def describe(self) -> str:
         """Where everybody stands."""

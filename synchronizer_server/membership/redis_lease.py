@@ -52,8 +52,8 @@ class RedisLease:
     ) -> LeaseView:  # fmt: skip
         """See ``LeaseKeeper.renew``."""
         assert 0 <= revision <= MAX_EXACT, f"revision {revision}"
-        told = [_listed(in_sync), revision]
-        args = [*self._claimed(claim), address, _milliseconds(timeout_s), *told]
+        args = [*self._claimed(claim), address, _milliseconds(timeout_s)]
+        args += [_listed(in_sync), revision]
         return self._view(await self._renew(self._keys, args))
 
     async def set_in_sync(

@@ -60,8 +60,12 @@ MUTANTS = (
            "    return server.in_sync is None or standby_id in server.in_sync", "    return True",
            also=((f"{CORE}.lease", "        if self._store_id not in seen.in_sync:\n",
                   "        if False:\n"),)),
-    Mutant("an_empty_synchronizer_seeds", f"{SHELL}.node",
-           "        if seeded:\n", "        if False:\n"),
+    Mutant("who_joins_a_seeded_run_seeds_it_again", f"{CORE}.seeding",
+           "        if state.seeded or state.seed_persisting or state.seed_forbidden:\n",
+           "        if state.seed_persisting:\n",
+           also=((f"{CORE}.seeding",
+                  "        if state.seeded or state.seed_persisting:\n"
+                  "            return Reason.ALREADY_MERGED\n", ""),)),
     Mutant("the_seed_is_marked_before_it_is_released", f"{SHELL}.leading",
            "        yield from self.replicas.publishable(record, states)\n"
            "        yield from self.mark_seeded()\n",
@@ -69,7 +73,10 @@ MUTANTS = (
            "        yield from self.replicas.publishable(record, states)\n"),
     Mutant("the_term_comes_from_an_emptied_keeper", f"{CORE}.lease",
            "max(self._keeper_term, self.standing.position[0], self.highest.term, self._led_term)",
-           "self._keeper_term"),
+           "self._keeper_term",
+           also=((f"{CORE}.lease",
+                  "used = max(self.standing.position[0], self.highest.term, self._led_term)",
+                  "used = 0"),)),
     Mutant("the_residual_is_forgotten_at_a_restart", "synchronizer_server.store.memory",
            "        return self._tip, {p: tensors.clone() for p, tensors in "
            "self._fragments.items()}\n",
@@ -90,7 +97,8 @@ MUTANTS = (
            "            vector = rebase(vector, published_now=now, published_base=older_base)\n",
            "            pass\n"),
     Mutant("acceptance_is_undone_by_fencing", f"{CORE}.pushes",
-           "        for round_ in self.state.rounds:\n            if learner_id in round_.pending:\n",
+           "        for round_ in self.state.rounds:\n"
+           "            if learner_id in round_.pending:\n",
            "        for round_ in self.state.rounds:\n"
            "            round_.accepted.pop(learner_id, None)\n"
            "            if learner_id in round_.pending:\n"),
@@ -110,7 +118,8 @@ MUTANTS = (
     Mutant("a_lower_term_is_followed", "synchronizer_server.store.base",
            "    if record.term < highest_term:\n", "    if False:\n"),
     Mutant("a_learner_obeys_a_lower_term", "learner_client.core.leadership",
-           "        return answer.leads and answer.term >= self._highest", "        return answer.leads"),
+           "        return answer.leads and answer.term >= self._highest",
+           "        return answer.leads"),
     Mutant("a_standby_bids_and_acknowledges_on", f"{SHELL}.following",
            "        self._bidding = True\n        yield from self._stop()\n",
            "        yield 0.0\n"),
@@ -135,7 +144,8 @@ MUTANTS = (
     Mutant("a_take_over_hides_what_is_asked_for", "learner_client.core.learner_core",
            "        if version.term >= self._term or version.global_step <= self._begun_at:\n",
            "        if True:\n"),
-    Mutant("nobody_is_ever_too_late", f"{CORE}.scheduler", "        self.desk.drop_late(now)\n", ""),
+    Mutant("nobody_is_ever_too_late", f"{CORE}.scheduler",
+           "        self.desk.drop_late(now)\n", ""),
     Mutant("a_later_term_is_not_told", f"{SHELL}.election",
            "        if term > (0 if heard is None else heard.term):\n", "        if False:\n"),
 )  # fmt: skip
@@ -144,12 +154,14 @@ MUTANTS = (
 class _Mutated(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
     """Finds one module, and loads its mutated source."""
 
-    def __init__(self, module: str, before: str, after: str) -> None:
+    def __init__(self, module: str, mutant: Mutant) -> None:
         path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
         super().__init__(module, str(path))
-        source = path.read_text()
-        assert source.count(before) == 1, f"{module} has changed: {before}"
-        self._source = source.replace(before, after)
+        self._source = path.read_text()
+        for where, before, after in mutant.edits:
+            if where == module:
+                assert self._source.count(before) == 1, f"{mutant.name}: the source has changed"
+                self._source = self._source.replace(before, after)
 
     def find_spec(self, fullname, path, target=None):
         if fullname != self.name:
@@ -179,8 +191,8 @@ def run(mutant: Mutant | None, num_seeds: int = MOST_SEEDS) -> tuple[int, str]:
 
 def _child(mutant: Mutant | None, num_seeds: int) -> str:
     assert not any(name.startswith(PACKAGES) for name in sys.modules), "imported before"
-    for edit in mutant.edits if mutant is not None else ():
-        sys.meta_path.insert(0, _Mutated(*edit))
+    for module in {edit[0] for edit in mutant.edits} if mutant is not None else ():
+        sys.meta_path.insert(0, _Mutated(module, mutant))
     from diloco_fleet.simulation.world import run_world
 
     first = mutant.seed if mutant is not None else 0

@@ -1,4 +1,4 @@
-"""Runs a share of the seeds of continuous integration; the files beside it are one worker's each."""
+"""Runs a share of the seeds of continuous integration; each file beside it is one worker's."""
 
 from __future__ import annotations
 
