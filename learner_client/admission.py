@@ -94,6 +94,7 @@ class Admission:
                 )
                 for x in link.exchange.data.claims
             ],
+            shard=None if before is None else before.shard,
         )
 
     def _begin(self, layout: Layout, settings: RunSettings) -> None:

@@ -208,7 +208,7 @@ class JoinDesk:
     async def _grant(self, learner_id: str, request: pb.JoinRequest) -> Incarnation:
         engine = self._engine
         state = engine.core.state
-        shard = self._shard(learner_id)
+        shard = self._shard(learner_id, request.shard if request.HasField("shard") else None)
         previous, claims = previous_from(request), leases_from(request)
         known = state.roster.find(learner_id)
         incarnation = await self._grant_incarnation(
@@ -232,9 +232,9 @@ class JoinDesk:
         )
         return incarnation
 
-    def _shard(self, learner_id: str) -> int:
+    def _shard(self, learner_id: str, claimed: int | None) -> int:
         state = self._engine.core.state
-        shard = self._engine.core.shard_for(learner_id)
+        shard = self._engine.core.shard_for(learner_id, claimed)
         if shard is None:
             raise DilocoError(
                 Reason.NO_SHARD_LEFT,

@@ -197,6 +197,7 @@ class Trainer:
         # What was heard of an earlier life beyond its checkpoint is not trained again.
         start = max(learner.local_step, saved_position)
         next_batch, self._position = self._batches(learner, start)
+        shard = learner.shard
 
         def capture() -> TrainingState:
             return self._capture(learner)
@@ -204,9 +205,12 @@ class Trainer:
         self._stop.heed()
         while not (learner.finished or learner.draining or self._stop.is_set()):
             began = time.perf_counter()
+            if learner.shard != shard:  # a new leader has given the old one to somebody else
+                shard = learner.shard
+                next_batch, self._position = self._batches(learner, learner.local_step)
             batch = next_batch()
             if batch is None:
-                return
+                break
             inputs, targets = batch
             loss = self._inner_step(learner, inputs, targets)
             self._keep_pace(began)

@@ -9,12 +9,14 @@ and no network: whoever drives it passes on only claims whose signature was chec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 _POLLS_PER_TIMEOUT: Final = 4
+_JUST_AFTER_S: Final = 0.02
 
 
 class Role(StrEnum):
@@ -48,12 +50,14 @@ class Seen:
         term: highest term that the keeper knows.
         in_sync: stores by whose take-over nothing is lost; None where it knows nothing of the run.
         asked_at: when it was asked, seconds: a lease counts from there.
+        remaining_s: how long the holder has it still; a standby looks again when it is over.
     """
 
     holder: Holder | None
     term: int
     in_sync: frozenset[str] | None
     asked_at: float
+    remaining_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +211,7 @@ class LeaseCore:
         if seen.holder is not None:
             self.hear(seen.holder)
             self.why_waiting = f"{seen.holder.leader_id} leads in term {seen.holder.term}"
+            self._next_at = min(self._next_at, now + seen.remaining_s + _JUST_AFTER_S)
             return []
         return self._may_bid(seen, now)
 

@@ -135,17 +135,23 @@ class SynchronizerCore:
             )
         return None
 
-    def shard_for(self, learner_id: str) -> int | None:
+    def shard_for(self, learner_id: str, claimed: int | None = None) -> int | None:
         """Data shard of a learner id: the one it always had, or a free one; None where none is.
 
         With leased data it is a number of its own and nothing more: there is always one.
+
+        Args:
+            learner_id: the learner.
+            claimed: the one on which its process trains already, as it says: it joined under a
+                leader that died before its record could tell of it.
         """
         known = self.state.roster.find(learner_id)
         if known is not None:
             return known.shard
         taken = {x.shard for x in self.state.roster}
         most = self.state.settings.num_learners + (len(taken) if self.state.data else 0)
-        return next((i for i in range(most) if i not in taken), None)
+        free = [i for i in range(most) if i not in taken]
+        return claimed if claimed in free else next(iter(free), None)
 
     def _patience_s(self) -> float:
         step_s = self.state.pace.step_s or 0.0

@@ -188,3 +188,13 @@ def test_a_process_that_may_not_lead_waits():
     assert core.seen(seen(term=1, in_sync={"mine"}), 0.0) == []
     core.standing.may_lead = True
     assert core.seen(seen(term=1, in_sync={"mine"}), 1.0) == [Bid(2)]
+
+
+def test_a_standby_looks_again_when_the_lease_runs_out():
+    core = make()
+    holder = Holder(term=5, leader_id=OTHER)
+    view = Seen(holder=holder, term=5, in_sync=frozenset({"mine"}), asked_at=0.0, remaining_s=0.3)
+    core.seen(view, 10.0)
+    assert 10.3 < core.wake_at() < 10.4
+    core.seen(seen(holder, term=5, in_sync={"mine"}), 11.0)
+    assert core.wake_at() == 11.0 + TIMEOUT_S / 4

@@ -304,3 +304,14 @@ async def test_join_during_the_drain_is_told_to_come_later() -> None:
     await a.push(pull)
     await stopping
     assert fleet.committed == 1, "the round in flight was finished"
+
+
+async def test_a_learner_that_no_record_tells_of_keeps_its_shard_where_nobody_else_has_it() -> None:
+    """It joined under a leader that died before the next round: its data must stay its own."""
+    async with serving() as fleet:
+        b = FakeLearner(fleet, "b")
+        assert (await b.join(shard=2)).shard == 2
+        c = FakeLearner(fleet, "c")
+        assert (await c.join(shard=2)).shard == 0, "taken: the lowest that is free"
+        assert (await FakeLearner(fleet, "d").join(shard=99)).shard == 1
+        assert (await b.join(shard=1)).shard == 2, "what is known of it counts"

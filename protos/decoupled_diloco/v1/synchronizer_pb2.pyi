@@ -138,6 +138,7 @@ class JoinRequest(_message.Message):
     CLAIM_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol that the learner speaks."""
     run_id: _builtins.str
@@ -148,6 +149,10 @@ class JoinRequest(_message.Message):
     """Chosen once per process; a repeated request gets the same incarnation again."""
     layout_fingerprint: _builtins.str
     """Fingerprint of the layout that the learner computed; empty where it leaves that to us."""
+    shard: _builtins.int
+    """Data shard that the same process trains on since an earlier incarnation: a leader that has no
+    record of this learner gives it the same one, where nobody else has it.
+    """
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TensorSpec]:
         """The model's trainable tensors."""
@@ -194,12 +199,15 @@ class JoinRequest(_message.Message):
         claim: _types_pb2.LeadershipClaim | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         leases: _abc.Iterable[Global___DataLease] | None = ...,
+        shard: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "clock", b"clock", "previous_incarnation", b"previous_incarnation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "claim", b"claim", "clock", b"clock", "previous_incarnation", b"previous_incarnation", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "clock", b"clock", "held", b"held", "labels", b"labels", "layout_fingerprint", b"layout_fingerprint", "learner_id", b"learner_id", "leases", b"leases", "previous_incarnation", b"previous_incarnation", "protocol_version", b"protocol_version", "request_id", b"request_id", "run_id", b"run_id", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "claim", b"claim", "clock", b"clock", "held", b"held", "labels", b"labels", "layout_fingerprint", b"layout_fingerprint", "learner_id", b"learner_id", "leases", b"leases", "previous_incarnation", b"previous_incarnation", "protocol_version", b"protocol_version", "request_id", b"request_id", "run_id", b"run_id", "shard", b"shard", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__shard: _TypeAlias = _typing.Literal["shard"]  # noqa: Y015
+    _WhichOneofArgType__shard: _TypeAlias = _typing.Literal["_shard", b"_shard"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shard) -> _WhichOneofReturnType__shard | None: ...
 
 Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
 
