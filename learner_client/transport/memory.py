@@ -318,6 +318,8 @@ async def _end(handler: asyncio.Task[Any], requests: AsyncIterator[Any] | None) 
     if not handler.done():
         handler.cancel()
         await asyncio.wait((handler,))
+    if not handler.cancelled():
+        handler.exception()  # nobody else asks where the caller has given up
     if isinstance(requests, AsyncGenerator):
         # A servicer that reads in a task of its own may still be about to end it.
         with contextlib.suppress(RuntimeError):
