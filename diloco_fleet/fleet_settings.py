@@ -63,10 +63,13 @@ class FleetSettings:
         60.0, "seconds between two checkpoints of a learner, with recover = checkpoint"
     )
     redis: str | None = _setting(
-        None, "redis://HOST:PORT for the membership; in memory if none", secret=True
+        None,
+        "redis://HOST:PORT for membership and lease; if none, in memory, or with a standby a Redis "
+        "of the fleet's own",
+        secret=True,
     )
     standby: bool = _setting(
-        False, "a second synchronizer that takes over; needs --redis, or redis-server on PATH"
+        False, "run a second synchronizer that takes over; needs --redis, or redis-server on PATH"
     )
     device: str = _setting("auto", "auto, cpu, cuda (learner i uses cuda:(i mod n)) or cuda:0")
     evaluate_every: int = _setting(

@@ -43,7 +43,7 @@ class LearnerSettings:
     checkpoint_every_s: float = setting(
         60.0, "seconds between two checkpoints, with recover = checkpoint; the disk bears the cost"
     )
-    insecure: bool = setting(False, "plaintext beyond loopback, said aloud")
+    insecure: bool = setting(False, "allow plaintext beyond loopback")
     log_format: str = setting("text", "text or json")
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class EvaluatorSettings:
     every: int = setting(50, "global steps between two evaluations")
     max_tokens: int = setting(65536, "held-out tokens per evaluation, at most")
     device: str = setting("cpu", "auto, cpu, cuda or cuda:0")
-    insecure: bool = setting(False, "plaintext beyond loopback, said aloud")
+    insecure: bool = setting(False, "allow plaintext beyond loopback")
     log_format: str = setting("text", "text or json")
 
     def __post_init__(self) -> None:

@@ -22,19 +22,23 @@ class ServerSettings:
     store: Path = setting(Path("store"), "directory of the durable store; one run, one writer")
     snapshots: Path | None = setting(
         None,
-        "directory of the fleet's snapshots; all synchronizers of a run may share it "
+        "directory of the fleet's snapshots, shared by all synchronizers of a run "
         "[default: within the store]",
     )
     durability: str = setting(
         "disk",
-        "disk: fsync before publish; standby: another process has it, disk where none is in sync; "
-        "async: a power cut may lose rounds",
+        "disk: fsync before publish; standby: acknowledged by a standby, else as disk; async: a "
+        "power cut may lose rounds",
     )
     redis: str | None = setting(
-        None, "redis://host:port of the membership; without it, in memory", secret=True
+        None,
+        "redis://host:port of membership and lease, needed with peers; without it, in memory",
+        secret=True,
     )
     peers: str = setting("", "addresses of the other synchronizers of the run, separated by commas")
-    advertise: str = setting("", "host:port at which others reach this synchronizer; its address")
+    advertise: str = setting(
+        "", "host:port at which others reach this synchronizer [default: the address]"
+    )
     key_file: Path | None = setting(
         None, "file with the secret that signs claims of leadership; the same for all synchronizers"
     )
@@ -45,7 +49,7 @@ class ServerSettings:
     drain_s: float = setting(10.0, "how long rounds in flight may take after SIGTERM")
     max_staged_mb: int = setting(2048, "MiB of pushes under way; more are told to come later")
     threads: int = setting(1, "torch threads for merging")
-    insecure: bool = setting(False, "plaintext beyond loopback, said aloud")
+    insecure: bool = setting(False, "allow plaintext beyond loopback")
     log_format: str = setting("text", "text or json")
 
     @property

@@ -35,7 +35,9 @@ class RunSettings:
         4, "planned learners, M: also the number of data shards; more join with data leases only"
     )
     quorum: int = setting(
-        1, "minimum quorum, K: a round needs that many; higher waits for slow and dead learners"
+        1,
+        "minimum quorum, K: a round needs that many learners; higher waits for slow and dead ones; "
+        "of a new run, later it is set live",
     )
     num_fragments: int = setting(
         24, "fragments, P: fewer where the model has fewer tensors; always above overlap"
@@ -84,15 +86,18 @@ class RunSettings:
         5.0, "a learner silent for longer is no longer live; several intervals"
     )
     lease_timeout_s: float = setting(
-        3.0, "a leader unheard by Redis for longer may be replaced; learners look elsewhere after 3"
+        3.0,
+        "a leader unheard for longer is replaced; learners without news for three of them ask "
+        "elsewhere",
     )
     replication: str = setting(
         "one",
-        "off, one or one-or-degrade: whether a round is published before a standby has it; only "
-        "one pauses merging where neither standby nor Redis can be told",
+        "one: a round is published once every standby in sync has it, and merging pauses where "
+        "neither standby nor Redis can be told; one-or-degrade: then it goes on after "
+        "lease_timeout_s; off: nothing is waited for",
     )
     quarantine_after: int = setting(
-        5, "refused pushes in a row after which a learner is left out for a while; 0 never"
+        5, "failures to deliver in a row after which a learner is left out for a while; 0 never"
     )
     norm_bound_factor: float = setting(
         50.0, "an outer gradient with a norm this many times the fragment's usual one is refused"
