@@ -101,6 +101,7 @@ class PublishGate:
 
     def lost(self, standby_id: str) -> None:
         """A standby's stream is over."""
+        logger.warning("standby %s is gone", standby_id)
         held = self._leadership.holds()
         self._do(self.core.lost(standby_id, lease_held=held, now=self._clock()))
 

@@ -40,11 +40,6 @@ JOIN_DEADLINE_S: Final = 30.0
 LEAVE_DEADLINE_S: Final = 5.0
 LEASE_DEADLINE_S: Final = 10.0
 ADMIN_DEADLINE_S: Final = 10.0
-PROGRESS_TIMEOUT_S: Final = 30.0
-"""A bulk stream on which no byte moved for so long is given up and resumed."""
-
-TRANSFER_FIXED_S: Final = 10.0
-TRANSFER_MIN_BYTES_PER_S: Final = 1024 * 1024
 
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 # Trailing metadata may be refused from 8 KiB on. The message travels twice, once percent-encoded
@@ -64,6 +59,8 @@ _STATUS_REASONS: Final = {
     grpc.StatusCode.UNAVAILABLE: Reason.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: Reason.UNAVAILABLE,
     grpc.StatusCode.CANCELLED: Reason.UNAVAILABLE,
+    # With no word of ours: gRPC itself, whose connection broke in the middle of a message.
+    grpc.StatusCode.INTERNAL: Reason.UNAVAILABLE,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Reason.OUT_OF_MEMORY_BUDGET,
     grpc.StatusCode.UNIMPLEMENTED: Reason.UNIMPLEMENTED,
     grpc.StatusCode.INVALID_ARGUMENT: Reason.MALFORMED,
@@ -133,11 +130,6 @@ def require_secure(address: str | Address, *, insecure: bool) -> None:
             "encrypted nor authenticated; use a loopback address, or say --insecure if the "
             "network between the machines is yours alone",
         )
-
-
-def transfer_deadline_s(num_bytes: int) -> float:
-    """Longest time for a transfer: a fixed part and the bytes at the slowest bearable rate."""
-    return TRANSFER_FIXED_S + num_bytes / TRANSFER_MIN_BYTES_PER_S
 
 
 def _milliseconds(seconds: float) -> int:
