@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -12,6 +13,7 @@ import click
 import grpc
 
 from decoupled_diloco.channel import (
+    Address,
     channel_options,
     error_from_rpc,
     parse_address,
@@ -20,6 +22,7 @@ from decoupled_diloco.channel import (
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.v1 import admin_pb2, admin_pb2_grpc
 from diloco_fleet.run_files import RUNS_FOLDER, RunFiles, find_run, read_fleet
+from diloco_fleet.status import StatusClient, who_leads
 
 _DEADLINE_S: Final = 5.0
 
@@ -35,7 +38,10 @@ def fleet_options(command: F) -> F:
             type=click.Path(path_type=Path),
             help="run directory [default: the newest running fleet below runs/]",
         ),
-        click.option("--address", help="host:port of a synchronizer, instead of a run directory"),
+        click.option(
+            "--address",
+            help="host:port of a synchronizer, instead of a run directory; several: with commas",
+        ),
         click.option("--insecure", is_flag=True, help="allow plaintext to another machine"),
     )
     for option in reversed(options):
@@ -44,7 +50,7 @@ def fleet_options(command: F) -> F:
 
 
 def fleet_address(run_dir: Path | None, address: str | None) -> str:
-    """Returns the address of the synchronizer that is meant.
+    """Returns the address of the synchronizer that is meant; of several, separated by commas.
 
     Raises:
         UsageError: CONFIG_CONFLICT where both are given, RUN_NOT_FOUND where no fleet is found.
@@ -58,18 +64,21 @@ def fleet_address(run_dir: Path | None, address: str | None) -> str:
 
 
 class OperatorClient:
-    """The admin service of one synchronizer, for operators. Use as a context manager.
+    """The admin service of who leads, for operators. Use as a context manager.
+
+    It stays with that one: another leader would not know what was asked for already.
 
     Args:
-        address: host:port.
+        address: host:port; of several synchronizers, separated by commas.
         insecure: True where plaintext to another machine was asked for.
 
     Raises:
         UsageError: CONFIG_INVALID for no address, CONFIG_CONFLICT for plaintext to elsewhere.
+        DilocoError: UNAVAILABLE where none of several leads.
     """
 
     def __init__(self, address: str, *, insecure: bool = False) -> None:
-        self._address = parse_address(address)
+        self._address = _leader_of(address, insecure=insecure)
         require_secure(self._address, insecure=insecure)
         self._channel = grpc.insecure_channel(
             str(self._address), options=channel_options(self._address, "operator")
@@ -180,6 +189,26 @@ class OperatorClient:
                 "that the fleet is running",
                 address=self._address,
             ) from error
+
+
+def _leader_of(address: str, *, insecure: bool) -> Address:
+    """Returns the one that is named, or who leads of several.
+
+    Raises:
+        UsageError: CONFIG_INVALID for no address, CONFIG_CONFLICT for plaintext to elsewhere.
+        DilocoError: UNAVAILABLE.
+    """
+    if "," not in address:
+        return parse_address(address)
+    with closing(StatusClient(address, insecure=insecure)) as client:
+        leading = who_leads(client.look())
+    if leading is None:
+        raise DilocoError(
+            Reason.UNAVAILABLE,
+            f"no synchronizer of {address} leads now; try again once one does: see `diloco status`",
+            address=address,
+        )
+    return parse_address(leading.address)
 
 
 class _NotYetError(DilocoError):

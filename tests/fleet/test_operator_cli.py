@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def refuse(context: grpc.ServicerContext, error: DilocoError) -> None:
 class Admin(admin_pb2_grpc.AdminServiceServicer):
     """A fleet of two live learners, one of them left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, role: str = "") -> None:
+        self.role = role
         self.quorum = 1
         self.asked: list[Any] = []
         self.slow = 0
@@ -49,7 +51,7 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
             pb.LearnerStatus(learner_id="c", state="live", quarantine="NON_FINITE"),
             pb.LearnerStatus(learner_id="d", state="gone"),
         ]
-        return pb.GetStatusResponse(quorum=self.quorum, learners=learners)
+        return pb.GetStatusResponse(role=self.role, quorum=self.quorum, learners=learners)
 
     def SetQuorum(self, request: Any, context: Any) -> pb.SetQuorumResponse:  # noqa: N802
         self.asked.append(request)
@@ -75,14 +77,22 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         return pb.RollBackFragmentResponse(version=version)
 
 
-@pytest.fixture
-def admin() -> Iterator[tuple[Admin, str]]:
-    server, servicer = grpc.server(futures.ThreadPoolExecutor(max_workers=2)), Admin()
+@contextmanager
+def served(servicer: Admin) -> Iterator[str]:
+    """Serves it; yields the address."""
+    server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
     admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    yield servicer, f"127.0.0.1:{port}"
+    yield f"127.0.0.1:{port}"
     server.stop(None).wait()
+
+
+@pytest.fixture
+def admin() -> Iterator[tuple[Admin, str]]:
+    servicer = Admin()
+    with served(servicer) as address:
+        yield servicer, address
 
 
 def test_the_quorum_is_shown_and_set(admin: tuple[Admin, str]) -> None:
@@ -164,3 +174,18 @@ def test_a_synchronizer_that_is_away_is_named() -> None:
         result = diloco(*command, "--address", "127.0.0.1:1")
         assert result.exit_code == 75
         assert "UNAVAILABLE: no synchronizer answers at 127.0.0.1:1" in result.stderr
+
+
+def test_of_several_synchronizers_the_leader_is_asked() -> None:
+    follower, leader = Admin("following"), Admin("leading")
+    with served(follower) as first, served(leader) as second:
+        addresses = f"127.0.0.1:1,{first},{second}"
+        done = diloco("quorum", "set", "2", "--address", addresses)
+        assert (done.exit_code, done.output) == (0, "quorum 2, 2 learners live\n")
+        assert diloco("drain", "a", "--address", addresses).exit_code == 0
+        assert len(leader.asked) == 2
+        leader.role = "following"
+        nobody = diloco("quorum", "set", "1", "--address", addresses)
+        assert nobody.exit_code == 75
+        assert f"UNAVAILABLE: no synchronizer of {addresses} leads now" in nobody.stderr
+        assert (follower.quorum, leader.quorum) == (1, 2)

@@ -197,6 +197,18 @@ class FleetView(ABC):
         """Lets a frozen process go on; returns the unix time just before."""
         return self.kill(name, signal.SIGCONT)
 
+    def hold_back(self, name: str, pid: int) -> None:
+        """Stops the next life of a process as it begins; `thaw` lets it go on.
+
+        A leader that is started again at once may be back before its lease has ended, and lead on.
+
+        Args:
+            name: the process.
+            pid: of the life that has ended.
+        """
+        self.wait_until(lambda: self.process_pid(name) not in {None, pid}, f"{name} to come back")
+        self.freeze(name)
+
     def redis(self) -> Redis:
         """A client of the fleet's own Redis; its process is called ``redis``."""
         lines = self.files.redis_config.read_text().splitlines()
