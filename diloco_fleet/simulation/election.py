@@ -193,7 +193,13 @@ class Leadership:
             holder = Holder(
                 term=view.holder.term, leader_id=view.holder.leader_id, address=view.address
             )
-        seen = Seen(holder=holder, term=view.term, in_sync=view.in_sync, asked_at=asked_at)
+        seen = Seen(
+            holder=holder,
+            term=view.term,
+            in_sync=view.in_sync,
+            asked_at=asked_at,
+            remaining_s=view.remaining_s,
+        )
         self._do(self.core.seen(seen, self._node.kernel.now))
         if self.core.role is Role.LEADING:
             self.on_lease(view)

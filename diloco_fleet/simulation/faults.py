@@ -75,6 +75,7 @@ class Faults:
         self._full_until = 0.0
         self._slow: dict[str, tuple[float, float]] = {}
         self._backup: dict[str, Any] | None = None
+        self._held_rng = random.Random(world.seed + 3)
         self._push_loss = 0.0 if self.is_over else rng.choice((0.0, 0.02, 0.1))
 
     def run(self) -> Work:
@@ -269,6 +270,17 @@ class Faults:
         if not self.is_over and self._rng.random() < 0.03:
             return self._rng.uniform(0.3, 3.0)
         return 0.002 + 0.02 * self._rng.random()
+
+    def write_held_s(self, leader: Node) -> float:
+        """How long a word about who is in sync is held up, seconds; its standby goes meanwhile."""
+        rng = self._held_rng
+        if self.is_over or self.profile is not Profile.MULTI or rng.random() > 0.1:
+            return 0.0
+        self._world.tally["write_held_up"] += 1
+        others = [node.name for node in self._world.nodes if node is not leader]
+        if rng.random() < 0.7:
+            self._world.network.cut(leader.name, rng.choice(others), rng.uniform(2.0, 5.0))
+        return rng.uniform(0.4, 3.0)
 
     def breaks_push(self) -> bool:
         """Whether the stream of a push breaks now."""

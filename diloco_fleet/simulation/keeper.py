@@ -41,14 +41,18 @@ class Keeper(Process):
         self._timeout_s = timeout_s
         self.begin()
 
-    def ask(self, caller: Process, question: Callable[[], Question]) -> Work:
-        """Asks it.
+    def ask(self, caller: Process, question: Callable[[], Question], held_s: float = 0.0) -> Work:
+        """Asks it; the question is held up for ``held_s`` seconds on its way.
 
         Raises:
             DilocoError: MEMBERSHIP_UNAVAILABLE where it does not answer; what it refuses.
         """
         try:
-            return (yield self._network.call(caller, self, lambda: _run(question), self._timeout_s))
+            return (
+                yield self._network.call(
+                    caller, self, lambda: _run(question), self._timeout_s, held_s
+                )
+            )
         except DilocoError as error:
             if error.reason is not Reason.UNAVAILABLE:
                 raise

@@ -163,6 +163,7 @@ class LearnerProcess(Process):
             request_id=self.request_id,
             claim=self.search.claim,
             previous=None if grant is None else grant.incarnation,
+            shard=None if grant is None else grant.shard,
             merged=max((v.global_step for v, _ in self.held.values()), default=0),
         )
 

@@ -23,6 +23,7 @@ class Join:
 
     Attributes:
         previous: incarnation of the same process before.
+        shard: data shard on which it trains already.
         merged: highest global step of the versions that it holds.
     """
 
@@ -30,6 +31,7 @@ class Join:
     request_id: str
     claim: Claim | None
     previous: Incarnation | None
+    shard: int | None
     merged: int
 
 

@@ -88,8 +88,9 @@ class Network:
         return stream.ends[0]
 
     def call(
-        self, caller: Process, callee: Process, serve: Callable[[], Work], timeout_s: float
-    ) -> Promise:
+        self, caller: Process, callee: Process, serve: Callable[[], Work], timeout_s: float,
+        held_s: float = 0.0,
+    ) -> Promise:  # fmt: skip
         """One call; it fails as UNAVAILABLE where no answer comes, whatever was done."""
         answer, life = Promise(), caller.life
         leaves_s = caller.speaks_at - self.kernel.now
@@ -115,7 +116,7 @@ class Network:
             task = callee.spawn(serve())
             task.then(lambda: back(task))
 
-        self.kernel.at(leaves_s + self.latency(), arrive)
+        self.kernel.at(leaves_s + self.latency() + held_s, arrive)
         late = unavailable(callee.name)
         self.kernel.at(leaves_s + timeout_s, lambda: answer.fail(late), caller, life)
         return answer

@@ -239,11 +239,14 @@ class Oracle:
 
     # -- contributions ---------------------------------------------------------------------------
 
+    def counts(self, learner: LearnerProcess, counted: int, origin: int, last: int) -> None:
+        """A learner counts steps since its last update, or acceptance that it heard of."""
+        assert counted <= last - origin, f"{learner.name} counts more than it trained since then"
+
     def pushes(self, learner: LearnerProcess, push: Push, local: torch.Tensor) -> None:
         """A learner computed an outer gradient from this local copy."""
         assert push.work is not None, "honest"
         uid, first, last = push.work
-        assert push.num_steps <= last - first, f"{learner.name} counts more than it trained"
         self._locals[uid, push.fragment, first, last] = local
 
     def accepts(

@@ -51,6 +51,7 @@ class Pusher:
     def __init__(self, learner: LearnerProcess) -> None:
         self._learner = learner
         self._tasks: dict[Task, Grant] = {}
+        self._credited: dict[int, int] = {}
 
     def pulled(self, pull: PullRequest, grant: Grant) -> Reason | None:
         """Answers a pull: starts a push, or returns why not."""
@@ -62,6 +63,9 @@ class Pusher:
         if isinstance(work, AnswerDecline):
             return work.reason
         first = learner.applied_at[pull.fragment]
+        counted = work.answer.counters.num_steps
+        credited = max(first, self._credited.get(pull.fragment, 0))
+        learner.world.oracle.counts(learner, counted, credited, work.answer.stamp.totals.num_steps)
         self._tasks[learner.spawn(self._push(work, grant, first))] = grant
         return None
 
@@ -111,6 +115,9 @@ class Pusher:
             accepted, reason, message = False, error.reason, error.message
         else:
             learner.exchange.settled(stamp, accepted=accepted, word=str(reason))
+            if accepted:
+                known = self._credited.get(stamp.fragment, 0)
+                self._credited[stamp.fragment] = max(known, stamp.totals.num_steps)
         if not accepted and (reason in REJOIN or reason in _LEAVES):
             learner.fail_session(DilocoError(reason, message))
 

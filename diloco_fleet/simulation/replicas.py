@@ -156,6 +156,7 @@ class Gate:
                 lambda: keeper.lease.set_in_sync(
                     self._claim, effect.standby_ids, revision=effect.revision
                 ),
+                self._node.world.faults.write_held_s(self._node),
             )
         except DilocoError:
             answer = None

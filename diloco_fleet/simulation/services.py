@@ -93,7 +93,7 @@ def _fix_layout(engine: Engine) -> Work:
 def _grant(engine: Engine, request: Join) -> Work:
     state, keeper = engine.core.state, engine.node.world.keeper
     learner_id = request.learner_id
-    shard = engine.core.shard_for(learner_id)
+    shard = engine.core.shard_for(learner_id, request.shard)
     if shard is None:
         raise DilocoError(Reason.NO_SHARD_LEFT, "all shards belong to others")
     known = state.roster.find(learner_id)

@@ -198,3 +198,19 @@ def test_a_standby_looks_again_when_the_lease_runs_out():
     assert 10.3 < core.wake_at() < 10.4
     core.seen(seen(holder, term=5, in_sync={"mine"}), 11.0)
     assert core.wake_at() == 11.0 + TIMEOUT_S / 4
+
+
+def test_two_leaders_of_one_term_end_in_a_higher_one():
+    """A keeper that was emptied may grant a term twice; nobody could tell the two apart."""
+    core = leading(term=3)
+    effects = core.hear(Holder(term=3, leader_id=OTHER))
+    assert [type(effect) for effect in effects] == [StepDown]
+    assert core.seen(seen(term=3, in_sync={"mine"}, at=1.0), 1.0) == [Bid(4)]
+
+
+def test_who_was_granted_a_term_that_it_gave_up_follows_whoever_leads_it_now():
+    core = leading(term=3)
+    core.step_down("the store cannot serve")
+    other = Holder(term=3, leader_id=OTHER, address="b:1")
+    core.seen(seen(other, term=3, in_sync={"other-store"}, at=1.0), 1.0)
+    assert core.leader == other
