@@ -42,8 +42,9 @@ FIRST_SEEDS = {
     "watch_by_number": 20,
     "lineage_by_number": 90,
     "the_term_comes_from_an_emptied_keeper": 50,
-    "the_base_is_corrected_twice": 65,
-    "the_base_is_not_corrected": 65,
+    "the_seed_is_marked_before_it_is_released": 2770,
+    "the_base_is_corrected_twice": 125,
+    "the_base_is_not_corrected": 125,
     "a_held_up_write_undoes_a_later_one": 105,
 }
 """Where to begin with faults that few worlds meet."""
