@@ -55,6 +55,8 @@ class Engine:
         self.snapshots = SnapshotDesk(
             parts, handle=self.handle, send_all=self._send_all, spawn=self.spawn
         )
+        self.quorum_owed = False
+        """Whether the membership may hold an older quorum, since it could not be told."""
         self.complete = asyncio.Event()
         self.started_at = parts.clock()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -41,8 +41,10 @@ async def beat(engine: Engine, membership: Membership) -> None:
     await membership.heartbeat(engine.live_incarnations(), state.term)
     if state.seeded:
         await membership.mark_seeded(state.term)
-    if state.quorum != engine.parts.settings.quorum:
-        await membership.set_quorum(state.quorum, state.term)
+    quorum = state.quorum
+    if quorum != engine.parts.settings.quorum or engine.quorum_owed:
+        await membership.set_quorum(quorum, state.term)
+        engine.quorum_owed = engine.quorum_owed and quorum != state.quorum
     limit_s = engine.parts.settings.heartbeat_timeout_s
     for member in await membership.expire(limit_s, state.term):
         logger.info(

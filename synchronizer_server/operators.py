@@ -97,7 +97,8 @@ class OperatorDesk:
         except DilocoError as error:
             if error.reason not in {Reason.MEMBERSHIP_UNAVAILABLE, Reason.MALFORMED}:
                 raise
-            logger.warning("the membership keeps another quorum: %s", error.message)
+            logger.warning("the membership keeps another quorum for now: %s", error.message)
+            engine.quorum_owed = True
         before = engine.core.state.quorum
         engine.handle(ev.QuorumSet(quorum=quorum))
         num_live = len(engine.core.state.roster.taking_part())

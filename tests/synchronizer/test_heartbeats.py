@@ -7,10 +7,11 @@ import logging
 import pytest
 
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.v1 import admin_pb2
 from decoupled_diloco.versions import Incarnation
 from synchronizer_server.heartbeats import beat, run_heartbeats
 from synchronizer_server.membership import Link, MemoryLease, MemoryLeaseServer, MemoryMembership
-from tests.synchronizer.fake_learner import make_settings, serving, until
+from tests.synchronizer.fake_learner import PATIENCE_S, make_settings, serving, until
 from tests.synchronizer.keepers import MemoryKeeper, claim_of, take
 
 pytestmark = pytest.mark.asyncio
@@ -38,6 +39,25 @@ async def test_the_quorum_goes_along_where_an_operator_has_set_it() -> None:
         fleet.engine.core.state.quorum += 1
         await beat(fleet.engine, membership)
         assert await membership.get_quorum() == fleet.settings.quorum + 1
+
+
+async def test_a_quorum_that_the_membership_missed_replaces_the_older_one_it_holds() -> None:
+    """Also that of the settings, or the next leader would go by what was before."""
+    membership = MemoryMembership()
+    async with serving(membership=membership) as fleet:
+        quorum = fleet.settings.quorum
+
+        async def set_quorum(number: int) -> None:
+            request = admin_pb2.SetQuorumRequest(request_id=f"q{number}", quorum=number)
+            await fleet.admin.SetQuorum(request, timeout=PATIENCE_S)
+
+        await set_quorum(quorum + 1)
+        membership.link = Link.CUT
+        await set_quorum(quorum)
+        membership.link = Link.UP
+        assert await membership.get_quorum() == quorum + 1
+        await beat(fleet.engine, membership)
+        assert await membership.get_quorum() == quorum
 
 
 async def test_before_the_seed_nothing_is_marked() -> None:
