@@ -16,7 +16,6 @@ from synchronizer_server import limits
 from tests.synchronizer.fake_learner import serving, until
 from tests.synchronizer.replication_kit import Lineage, Standby, leading
 
-
 pytestmark = pytest.mark.asyncio
 
 
