@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 
+from decoupled_diloco.errors import Reason, UsageError
 from diloco_fleet.run_files import RunFiles
 
 
@@ -41,8 +42,16 @@ def resume_from(files: RunFiles, run_id: str, choice: str, say: Callable[[str], 
             for path in (files.store_of(0), files.store_of(1))
             if path.exists()
         ]
+        stores = [store for store in stores if store.read_run()]
+        if not stores:
+            raise UsageError(
+                Reason.SNAPSHOT_NOT_FOUND,
+                f"there is no snapshot in {files.root}: no learner of this run has ever joined; "
+                "resume without --snapshot",
+                snapshot=choice,
+            )
         term = 1 + max(store.highest_term() for store in stores)
-        backs = [go_back(store, choice, term=term) for store in stores if store.read_run()]
+        backs = [go_back(store, choice, term=term) for store in stores]
     back = max(backs, key=lambda back: back.num_given_up or 0)
     say(back.describe())
     parts = SnapshotDirectory(files.snapshots)

@@ -58,7 +58,8 @@ class Leadership:
         clock: monotonic seconds.
 
     Attributes:
-        in_sync: stores that a keeper that was emptied is told about; set by who replicates.
+        in_sync: stores that a keeper that was emptied is told about; set by who replicates,
+            for one term.
         revision: number of the newest word about them in this term; set likewise.
         before_bid: called before every bid; afterwards nothing may be acknowledged to a leader.
         on_lease: called with every answer while leading; None where the keeper gave none.
@@ -84,9 +85,10 @@ class Leadership:
             num_peers=bidder.num_peers,
             now=clock(),
         )
-        self.in_sync: Callable[[], Collection[str]] = lambda: ()
-        self.revision: Callable[[], int] = lambda: 0
-        self.on_lease: Callable[[LeaseView | None], None] = lambda _: None
+        self.in_sync: Callable[[], Collection[str]]
+        self.revision: Callable[[], int]
+        self.on_lease: Callable[[LeaseView | None], None]
+        self._forget_standbys()
         self.before_bid: Callable[[], Awaitable[None]] = _nothing
         self.num_bad_claims = 0
         self.highest_claim: Claim | None = None
@@ -202,9 +204,16 @@ class Leadership:
                     self._wake()
                 case lease.StepDown():
                     logger.warning("leads no longer: %s", effect.reason)
+                    self._forget_standbys()
                     self._wake()
         if self.core.role is Role.FOLLOWING:
             self._says.log("leadership", self.core.why_waiting)
+
+    def _forget_standbys(self) -> None:
+        """What was in sync in one term is not told to the keeper in the next."""
+        self.in_sync = lambda: ()
+        self.revision = lambda: 0
+        self.on_lease = lambda _: None
 
     def _wake(self) -> None:
         self._changed.set()

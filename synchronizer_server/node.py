@@ -152,8 +152,9 @@ class Node:
             parts.replicas.gate.on_hold = lambda reason, detail: _ignore(
                 engine.handle(ev.RoundHeld(reason=reason, detail=detail))
             )
-            engine.spawn(parts.replicas.run())
+            # Before anything runs beside: where this fails, nobody would end it.
             await self._outside.store_runner.submit(lambda: election.identity.set_in_sync(True))
+            engine.spawn(parts.replicas.run())
         engine.spawn(engine.run_timer())
         engine.spawn(run_heartbeats(engine, self._outside.membership))
         return assembled

@@ -66,7 +66,6 @@ class Replicas:
             heard=leadership.heard,
             runner=runner,
         )
-        self._told: dict[str, bool] = {}
 
     def start(
         self,
@@ -99,8 +98,8 @@ class Replicas:
         try:
             while True:
                 # A standby that hears nothing takes the leader for dead once its lease is over.
-                for standby_id, in_sync in self._told.items():
-                    self.leader.tell_state(standby_id, in_sync)
+                for standby_id, is_in in self.core.told.items():
+                    self.leader.tell_state(standby_id, is_in)
                 await asyncio.sleep(self._settings.lease_timeout_s / _WORDS_PER_TIMEOUT)
         finally:
             gate.cancel()
@@ -114,6 +113,5 @@ class Replicas:
         """How long the lease is ours still, seconds."""
         return self._leadership.lease_seconds()
 
-    def _tell(self, standby_id: str, in_sync: bool) -> None:
-        self._told[standby_id] = in_sync
-        self.leader.tell_state(standby_id, in_sync)
+    def _tell(self, standby_id: str, is_in: bool) -> None:
+        self.leader.tell_state(standby_id, is_in)

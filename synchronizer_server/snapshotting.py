@@ -72,10 +72,12 @@ class SnapshotDesk:
                 raise _no_more()
             future = asyncio.get_running_loop().create_future()
             # Where nobody waits for the answer any more, nobody misses its failure.
-            future.add_done_callback(lambda done: done.cancelled() or done.exception())
+            future.add_done_callback(lambda done: done.exception())
             self._requests[request_id] = future
             while len(self._requests) > _MAX_REQUESTS:
-                self._requests.popitem(last=False)[1].cancel()
+                _, oldest = self._requests.popitem(last=False)
+                if not oldest.done():
+                    oldest.set_exception(_too_many())
             self._handle(ev.SnapshotWanted())
         return await asyncio.shield(future)
 
@@ -203,6 +205,14 @@ class SnapshotDesk:
     def _notify(self, global_step: int, *, over: bool) -> None:
         notice = pb.SnapshotNotice(global_step=global_step, over=over)
         self._send_all(pb.ReportResponse(snapshot=notice))
+
+
+def _too_many() -> DilocoError:
+    return DilocoError(
+        Reason.SNAPSHOT_FAILED,
+        f"more than {_MAX_REQUESTS} later requests wait for the next round, too; ask again once "
+        "rounds are committed",
+    )
 
 
 def _no_more() -> DilocoError:

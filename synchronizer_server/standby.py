@@ -116,11 +116,20 @@ class StandbyCopy:
             standing.leader_heard_at = self._outside.clock()
             if follower.in_sync != identity.in_sync:
                 in_sync = follower.in_sync
-                self._outside.store_runner.submit(lambda: identity.set_in_sync(in_sync))
+                self._outside.store_runner.submit(lambda: self._keep(in_sync))
             standing.in_sync = follower.in_sync
             self._says.log("replication", "in sync" if follower.in_sync else "catching up")
         else:
             standing.in_sync = identity.in_sync
+
+    def _keep(self, in_sync: bool) -> None:
+        """In the runner; what fails is tried again with the leader's next word."""
+        try:
+            self._election.identity.set_in_sync(in_sync)
+        except DilocoError as error:
+            self._says.log("identity", str(error.reason), error.message, level=logging.WARNING)
+        else:
+            self._says.forget("identity")
 
     def status(self) -> pb.GetStatusResponse:
         """Status of a process that does not lead."""

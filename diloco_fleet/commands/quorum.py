@@ -12,6 +12,8 @@ from decoupled_diloco.v1 import admin_pb2
 from diloco_fleet.operator_client import OperatorClient, fleet_address, fleet_options
 
 _SET_WORDS: Final = 2
+_MAX_DIGITS: Final = 18
+_TOO_MANY: Final = 2**32
 
 
 @click.command()
@@ -51,7 +53,9 @@ def _wanted(what: tuple[str, ...]) -> int | None:
             f"{' '.join(what)!r} is not understood; `diloco quorum` shows the quorum, `diloco "
             "quorum set 3` sets it",
         )
-    quorum = int(what[1])
-    if not 1 <= quorum < 2**32:
-        raise UsageError(Reason.CONFIG_INVALID, f"quorum is {quorum}; at least 1")
+    quorum = int(what[1]) if len(what[1]) <= _MAX_DIGITS else _TOO_MANY
+    if not 1 <= quorum < _TOO_MANY:
+        raise UsageError(
+            Reason.CONFIG_INVALID, f"quorum is {what[1][:20]}; at least 1, below {_TOO_MANY}"
+        )
     return quorum

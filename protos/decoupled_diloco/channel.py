@@ -25,6 +25,9 @@ from decoupled_diloco.errors import DOMAIN, DilocoError, Reason, UsageError
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 """Largest message either end takes; a chunk of 1 MiB and its header fit."""
 
+MAX_RECORD_MESSAGE_BYTES: Final = 256 * 1024 * 1024
+"""Largest message that a standby takes of its leader: a round record names every learner."""
+
 KEEPALIVE_INTERVAL_S: Final = 10.0
 KEEPALIVE_TIMEOUT_S: Final = 5.0
 MIN_PING_INTERVAL_S: Final = 5.0
@@ -136,10 +139,10 @@ def _milliseconds(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def _common_options() -> Options:
+def _common_options(*, receive_bytes: int = MAX_MESSAGE_BYTES, send_bytes: int) -> Options:
     return [
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", receive_bytes),
+        ("grpc.max_send_message_length", send_bytes),
         ("grpc.keepalive_time_ms", _milliseconds(KEEPALIVE_INTERVAL_S)),
         ("grpc.keepalive_timeout_ms", _milliseconds(KEEPALIVE_TIMEOUT_S)),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -148,7 +151,11 @@ def _common_options() -> Options:
 
 
 def channel_options(
-    address: str | Address, purpose: str, *, own_connection: bool = True
+    address: str | Address,
+    purpose: str,
+    *,
+    own_connection: bool = True,
+    receive_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Options:
     """Options of a client's channel.
 
@@ -156,9 +163,10 @@ def channel_options(
         address: where the channel leads; a loopback address never goes through an HTTP proxy.
         purpose: short word, for example "control" or "bulk"; part of the user agent.
         own_connection: True for a TCP connection that no other channel of this process shares.
+        receive_bytes: largest message that is taken.
     """
     options = [
-        *_common_options(),
+        *_common_options(receive_bytes=receive_bytes, send_bytes=MAX_MESSAGE_BYTES),
         ("grpc.primary_user_agent", f"decoupled-diloco-{purpose}"),
         ("grpc.initial_reconnect_backoff_ms", _milliseconds(RECONNECT_INITIAL_S)),
         ("grpc.max_reconnect_backoff_ms", _milliseconds(RECONNECT_MAX_S)),
@@ -174,7 +182,7 @@ def channel_options(
 def server_options() -> Options:
     """Options of a server. A port is never shared: a second server on it must fail, loudly."""
     return [
-        *_common_options(),
+        *_common_options(send_bytes=MAX_RECORD_MESSAGE_BYTES),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _milliseconds(MIN_PING_INTERVAL_S)),
         # No strikes: a learner that trains through an outage pings a server that has no calls.
         ("grpc.http2.max_ping_strikes", 0),
@@ -183,7 +191,12 @@ def server_options() -> Options:
 
 
 def open_channel(
-    address: str | Address, purpose: str, *, own_connection: bool = True, insecure: bool = False
+    address: str | Address,
+    purpose: str,
+    *,
+    own_connection: bool = True,
+    insecure: bool = False,
+    receive_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Channel:
     """Opens a channel; it connects when it is first used, and reconnects by itself.
 
@@ -192,15 +205,17 @@ def open_channel(
         purpose: what the channel is for, see ``channel_options``.
         own_connection: see ``channel_options``.
         insecure: True where plaintext to another machine was asked for.
+        receive_bytes: see ``channel_options``.
 
     Raises:
         UsageError: CONFIG_INVALID for no address, CONFIG_CONFLICT for plaintext to elsewhere.
     """
     target = parse_address(address) if isinstance(address, str) else address
     require_secure(target, insecure=insecure)
-    return grpc.aio.insecure_channel(
-        str(target), options=channel_options(target, purpose, own_connection=own_connection)
+    options = channel_options(
+        target, purpose, own_connection=own_connection, receive_bytes=receive_bytes
     )
+    return grpc.aio.insecure_channel(str(target), options=options)
 
 
 def add_port(server: grpc.aio.Server, address: str | Address, *, insecure: bool = False) -> int:

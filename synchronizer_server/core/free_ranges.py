@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 
 from synchronizer_server.core.data_records import DataRange
 
@@ -57,20 +58,19 @@ class FreeRanges:
 
     def give(self, given: DataRange) -> None:
         """Takes a range back; nobody may have a part of it."""
-        self._returned.append(given)
-        self._returned.sort()
-        joined: list[DataRange] = []
-        for found in self._returned:
-            before = joined[-1] if joined else None
-            if before and (before.epoch, before.stop) == (found.epoch, found.start):
-                joined[-1] = DataRange(found.epoch, before.start, found.stop)
-            else:
-                joined.append(found)
-        self._returned = joined
+        at = bisect_right(self._returned, given)
+        first, last = at, at
+        start, stop = given.start, given.stop
+        if at > 0 and _touch(self._returned[at - 1], given):
+            first, start = at - 1, self._returned[at - 1].start
+        if at < len(self._returned) and _touch(given, self._returned[at]):
+            last, stop = at + 1, self._returned[at].stop
+        self._returned[first:last] = [DataRange(given.epoch, start, stop)]
 
     def common(self, wanted: DataRange) -> list[DataRange]:
         """The parts of a range that are free, in order; fresh data counts up to any position."""
-        parts = [x for found in self._returned if (x := wanted.common(found))]
+        first, last = overlapping(self._returned, wanted)
+        parts = [x for found in self._returned[first:last] if (x := wanted.common(found))]
         if wanted.epoch == self._epoch:
             start = max(wanted.start, self._position)
             fresh = DataRange(wanted.epoch, start, wanted.stop)
@@ -87,15 +87,13 @@ class FreeRanges:
 
     def carve(self, wanted: DataRange) -> None:
         """Takes out a range that is free; fresh data before it counts as given back."""
+        first, last = overlapping(self._returned, wanted)
         kept: list[DataRange] = []
-        for found in self._returned:
-            if found.common(wanted) is None:
-                kept.append(found)
-                continue
+        for found in self._returned[first:last]:
             left = DataRange(found.epoch, found.start, max(wanted.start, found.start))
             right = DataRange(found.epoch, min(wanted.stop, found.stop), found.stop)
             kept += [x for x in (left, right) if x.num_samples > 0]
-        self._returned = kept
+        self._returned[first:last] = kept
         while self._epoch < wanted.epoch:
             self._skip_to(self._length)
         if wanted.epoch == self._epoch and wanted.stop > self._position:
@@ -106,3 +104,23 @@ class FreeRanges:
     def _skip_to(self, position: int) -> None:
         self.give(DataRange(self._epoch, self._position, position))
         self._go_to(self._epoch, position)
+
+
+def overlapping(ranges: Sequence[DataRange], wanted: DataRange) -> tuple[int, int]:
+    """First index, and the one behind the last, of what has a part of a range.
+
+    A search, not a walk: there may be thousands, and who joins may ask about a thousand.
+
+    Args:
+        ranges: in order; no two have a common position.
+        wanted: the range.
+    """
+    first = bisect_right(ranges, (wanted.epoch, wanted.start), key=lambda x: (x.epoch, x.stop))
+    last = first
+    while last < len(ranges) and ranges[last].common(wanted) is not None:
+        last += 1
+    return first, last
+
+
+def _touch(before: DataRange, after: DataRange) -> bool:
+    return (before.epoch, before.stop) == (after.epoch, after.start)

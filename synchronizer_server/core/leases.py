@@ -26,7 +26,7 @@ from synchronizer_server.core.data_records import (
     DataTotals,
     LeaseRecord,
 )
-from synchronizer_server.core.free_ranges import FreeRanges
+from synchronizer_server.core.free_ranges import FreeRanges, overlapping
 from synchronizer_server.core.records import ContributionRecord
 
 MAX_OPEN_LEASES: Final = 512
@@ -264,30 +264,33 @@ class DataLeases:
             return "it was silent for too long"
         own = self._holders.get(learner_id)
         own_leases = own.leases if own is not None and own.incarnation == previous else {}
+        others = self._rests_of_others(learner_id, previous)
         for claim in claims:
             known = own_leases.get(claim.lease_id)
             if known is not None and known.lease.where != claim.where:
                 return f"lease {claim.lease_id} is of another range"
             if known is None:
-                why = self._why_not(learner_id, previous, claim, may_claim)
+                why = self._why_not(others, claim, may_claim)
                 if why is not None:
                     return why
         return None
 
-    def _why_not(
-        self, learner_id: str, previous: Incarnation, claim: DataLease, may_claim: bool
-    ) -> str | None:
-        """Why a lease that the book does not have cannot be claimed; None where it can.
-
-        What is neither free nor on lease is merged: its holder need not know.
-        """
-        others = (
-            x
+    def _rests_of_others(self, learner_id: str, previous: Incarnation) -> list[DataRange]:
+        """What is on lease to others and not merged, in order."""
+        return sorted(
+            x.rest
             for name, holder in self._holders.items()
             if name != learner_id or holder.incarnation != previous
             for x in holder.leases.values()
         )
-        if any(x.rest.common(claim.where) for x in others):
+
+    def _why_not(self, rests: Sequence[DataRange], claim: DataLease, may_claim: bool) -> str | None:
+        """Why a lease that the book does not have cannot be claimed; None where it can.
+
+        What is neither free nor on lease is merged: its holder need not know.
+        """
+        first, last = overlapping(rests, claim.where)
+        if first < last:
             return f"another learner has a part of lease {claim.lease_id}"
         free = self._free.common(claim.where)
         if not free:

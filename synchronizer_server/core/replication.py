@@ -98,6 +98,7 @@ class ReplicationCore:
         standbys: by id.
         may_be_in_sync: see the module; our own id is never in it.
         num_unsafe: rounds released that a take-over could lose.
+        told: what each standby was last told: whether it is in sync.
     """
 
     mode: str
@@ -109,6 +110,7 @@ class ReplicationCore:
     standbys: dict[str, Standby] = field(default_factory=dict)
     may_be_in_sync: set[str] = field(default_factory=set)
     num_unsafe: int = 0
+    told: dict[str, bool] = field(default_factory=dict)
     _keeper_has: frozenset[str] | None = None
     _writing: frozenset[str] | None = None
     _revision: int = 0
@@ -116,15 +118,15 @@ class ReplicationCore:
     _waiting: int | None = None
     _waiting_since: float = 0.0
     _hold: str = ""
-    _told: dict[str, bool] = field(default_factory=dict)
 
     # -- events ----------------------------------------------------------------------------------
 
     def connected(self, standby_id: str, *, lease_held: bool, now: float) -> list[Effect]:
         """A standby's stream is open; what it lacks is on its way."""
         self.expects_standby = True
+        self._forget_lost()
         self.standbys[standby_id] = Standby(standby_id=standby_id)
-        self._told.pop(standby_id, None)
+        self.told.pop(standby_id, None)
         return self.advance(lease_held=lease_held, now=now)
 
     def acked(
@@ -213,6 +215,13 @@ class ReplicationCore:
         acked = [s.acked for s in self.standbys.values() if s.connected]
         return max(self.published - max(acked), 0) if acked else 0
 
+    def _forget_lost(self) -> None:
+        """Drops standbys that are gone and may not take over: ids may come and never return."""
+        for standby in list(self.standbys.values()):
+            if not standby.connected and standby.standby_id not in self.may_be_in_sync:
+                del self.standbys[standby.standby_id]
+                self.told.pop(standby.standby_id, None)
+
     # -- who is in sync --------------------------------------------------------------------------
 
     def _note_debts(self, now: float) -> None:
@@ -256,8 +265,8 @@ class ReplicationCore:
                 and standby.standby_id in self._keeper_has
                 and standby.standby_id in self.may_be_in_sync
             )
-            if standby.connected and self._told.get(standby.standby_id) != is_in:
-                self._told[standby.standby_id] = is_in
+            if standby.connected and self.told.get(standby.standby_id) != is_in:
+                self.told[standby.standby_id] = is_in
                 effects.append(TellStandby(standby.standby_id, is_in))
         return effects
 

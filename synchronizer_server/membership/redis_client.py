@@ -22,7 +22,10 @@ from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.versions import Incarnation
 
 MAX_EXACT: Final = 2**53 - 1
-"""Highest term and number of an incarnation: Lua's numbers are doubles."""
+"""Highest number that is written: Lua's numbers are doubles."""
+
+MAX_TERM: Final = 2**50
+"""Highest term that is believed: one above which nobody could bid would end the run for ever."""
 
 Script = Callable[[Sequence[str], Sequence[str | int]], Coroutine[Any, Any, object]]
 """Runs a script with keys and arguments; the answer is not checked yet."""
@@ -124,7 +127,7 @@ class RedisClient:
             DilocoError: ``MALFORMED``.
         """
         term = self.number(key, value, at_least=1)
-        if term > MAX_EXACT:
+        if term > MAX_TERM:
             raise self.malformed(key, value)
         return term
 

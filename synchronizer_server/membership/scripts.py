@@ -16,7 +16,7 @@ from typing import Final
 TERM: Final = """
 local function to_term(text)
   local term = string.match(text, '^[1-9]%d*$') and tonumber(text)
-  if not term or term >= 2^53 then error('MALFORMED term') end
+  if not term or term > 2^50 then error('MALFORMED term') end
   return term
 end
 """

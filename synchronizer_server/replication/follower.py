@@ -11,7 +11,12 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from decoupled_diloco.channel import ADMIN_DEADLINE_S, error_from_rpc, open_channel
+from decoupled_diloco.channel import (
+    ADMIN_DEADLINE_S,
+    MAX_RECORD_MESSAGE_BYTES,
+    error_from_rpc,
+    open_channel,
+)
 from decoupled_diloco.claims import Claim, claim_from
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.fault_points import FaultPoint, reach
@@ -131,7 +136,12 @@ class Follower:
                 store was refused for.
         """
         await self.load()
-        channel = open_channel(address, "replication", insecure=self._insecure)
+        channel = open_channel(
+            address,
+            "replication",
+            insecure=self._insecure,
+            receive_bytes=MAX_RECORD_MESSAGE_BYTES,
+        )
         try:
             call = rpc.ReplicationServiceStub(channel).Replicate()
             await self._stream(call, highest)

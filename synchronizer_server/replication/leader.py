@@ -8,7 +8,6 @@ import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Final, Protocol
 
-from decoupled_diloco.channel import JOIN_DEADLINE_S
 from decoupled_diloco.claims import Claim, claim_from
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.fault_points import FaultPoint, reach
@@ -17,6 +16,7 @@ from decoupled_diloco.v1 import replication_pb2 as pb
 from decoupled_diloco.wire import held_from, malformed
 from synchronizer_server.convert import check_id
 from synchronizer_server.core.records import RoundRecord
+from synchronizer_server.limits import StreamLimits
 from synchronizer_server.merge.fragment_state import FragmentState
 from synchronizer_server.replication.messages import (
     Transfer,
@@ -77,6 +77,7 @@ class ReplicationLeader:
         self._newest: Transfer | None = None
         self._outboxes: dict[str, Outbox] = {}
         self._error: DilocoError | None = None
+        self._limits = StreamLimits()
 
     # -- what is said to standbys -----------------------------------------------------------------
 
@@ -122,10 +123,11 @@ class ReplicationLeader:
         """Serves one standby until either side ends.
 
         Raises:
-            DilocoError: MALFORMED, RUN_MISMATCH, BAD_CLAIM, NOT_LEADING, TOO_MANY_STREAMS; FENCED
-                where a later stream of the same standby took its place; what `close` was given.
+            DilocoError: MALFORMED, RUN_MISMATCH, BAD_CLAIM, NOT_LEADING, NO_PROGRESS,
+                TOO_MANY_STREAMS; FENCED where a later stream of the same standby took its place;
+                what `close` was given.
         """
-        outbox = self._open(await _hello(requests))
+        outbox = self._open(await self._hello(requests))
         reader = asyncio.ensure_future(self._read(outbox, requests))
         try:
             async with contextlib.aclosing(self._messages(outbox)) as messages:
@@ -137,6 +139,12 @@ class ReplicationLeader:
             if self._outboxes.get(outbox.standby_id) is outbox:
                 del self._outboxes[outbox.standby_id]
                 self._events.lost(outbox.standby_id)
+
+    async def _hello(self, requests: AsyncIterator[pb.ReplicateRequest]) -> pb.ReplicateHello:
+        first = await self._limits.first(requests)
+        if first is None or first.WhichOneof("kind") != "hello":
+            raise malformed("a replication stream does not begin with a hello")
+        return first.hello
 
     def _open(self, hello: pb.ReplicateHello) -> Outbox:
         standby_id = check_id(hello.standby_id, "standby_id")
@@ -231,14 +239,3 @@ class ReplicationLeader:
                     yield message
                     if (in_sync := outbox.take_state()) is not None:
                         yield state_message(in_sync=in_sync)
-
-
-async def _hello(requests: AsyncIterator[pb.ReplicateRequest]) -> pb.ReplicateHello:
-    try:
-        async with asyncio.timeout(JOIN_DEADLINE_S):
-            first = await anext(aiter(requests), None)
-    except TimeoutError:
-        raise DilocoError(Reason.NO_PROGRESS, "no hello came; connect again") from None
-    if first is None or first.WhichOneof("kind") != "hello":
-        raise malformed("a replication stream does not begin with a hello")
-    return first.hello

@@ -30,7 +30,7 @@ async def recover(
         DilocoError: who may not, is told why; NO_DONOR, RECOVERY_VOID, NO_PROGRESS where the
             recovery came to nothing.
     """
-    first = await anext(aiter(requests), None)
+    first = await engine.limits.first(requests)
     if first is None or first.WhichOneof("kind") != "hello":
         raise malformed("a recovery does not begin with a hello")
     hello = first.hello

@@ -31,7 +31,7 @@ class StoreIdentity:
         data = read_if_exists(self._path)
         if data is None:
             self.store_id, self._in_sync = secrets.token_hex(8), True
-            self._write()
+            self._write(in_sync=True)
         else:
             self.store_id, self._in_sync = self._read(data)
 
@@ -47,11 +47,11 @@ class StoreIdentity:
             DilocoError: ``STORAGE_FAILED``, ``DISK_FULL``.
         """
         if in_sync != self._in_sync:
-            self._in_sync = in_sync
-            self._write()
+            self._write(in_sync=in_sync)
+            self._in_sync = in_sync  # not before: what failed is tried again
 
-    def _write(self) -> None:
-        text = json.dumps({"store_id": self.store_id, "in_sync": self._in_sync})
+    def _write(self, *, in_sync: bool) -> None:
+        text = json.dumps({"store_id": self.store_id, "in_sync": in_sync})
         write_atomic(self._path, text.encode(), sync=True)
         sync_path(self._path.parent)
 

@@ -110,3 +110,12 @@ def test_a_snapshot_that_is_not_there_changes_nothing(files: RunFiles) -> None:
 
 def test_without_any_the_list_says_so(files: RunFiles) -> None:
     assert list_snapshots(files) == [f"there is no complete snapshot in {files.snapshots}"]
+
+
+def test_a_run_that_nobody_ever_joined_has_no_snapshot(files: RunFiles) -> None:
+    for make in (lambda: None, lambda: open_store(files, 0).close()):
+        make()
+        with pytest.raises(DilocoError) as caught:
+            resume_from(files, RUN, "latest", print)
+        assert caught.value.reason is Reason.SNAPSHOT_NOT_FOUND
+        assert "no learner of this run has ever joined" in caught.value.message

@@ -189,3 +189,11 @@ def test_of_several_synchronizers_the_leader_is_asked() -> None:
         assert nobody.exit_code == 75
         assert f"UNAVAILABLE: no synchronizer of {addresses} leads now" in nobody.stderr
         assert (follower.quorum, leader.quorum) == (1, 2)
+
+
+@pytest.mark.parametrize("text", ["0", "x", "1.5", str(2**32), "9" * 5000])
+def test_a_quorum_that_cannot_be_is_told_without_asking_anybody(text: str) -> None:
+    done = diloco("quorum", "set", text, "--address", "127.0.0.1:1")
+    assert done.exit_code != 0
+    assert "CONFIG_INVALID" in done.output
+    assert len(done.output) < 500

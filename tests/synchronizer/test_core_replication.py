@@ -177,3 +177,15 @@ def test_a_standby_that_comes_back_must_catch_up_first():
     assert writes(effects) == []
     assert TellStandby(S, False) in effects
     assert writes(core.acked(S, 11, lease_held=True, now=2.5)) == [{ME, S}]
+
+
+def test_standbys_that_come_and_never_return_are_forgotten():
+    """Ids may be new at every connection; who may still take over is kept, connected or not."""
+    core = backed()
+    core.lost(S, lease_held=True, now=0.0)
+    for i in range(1000):
+        core.connected(f"stranger-{i}", lease_held=True, now=0.0)
+        core.lost(f"stranger-{i}", lease_held=True, now=0.0)
+    assert set(core.standbys) == {S, "stranger-999"}
+    assert len(core.told) <= len(core.standbys)
+    assert core.may_be_in_sync == {S}, "no keeper has confirmed that it is out"

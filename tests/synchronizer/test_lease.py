@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from decoupled_diloco.errors import DilocoError, Reason
 from synchronizer_server.membership import LeaseView
-from synchronizer_server.membership.redis_client import MAX_EXACT
+from synchronizer_server.membership.redis_client import MAX_TERM
 from tests.synchronizer.keepers import LONG_S, Keeper, claim_of, keeper_in, prolong, take, until
 from tests.synchronizer.redis_server import RedisServer, running_redis
 
@@ -49,10 +49,10 @@ async def test_the_first_bid_takes_the_lease_and_everybody_reads_it(keeper: Keep
 
 
 async def test_a_signature_and_odd_texts_come_back_byte_for_byte(keeper: Keeper) -> None:
-    claim = claim_of(keeper, MAX_EXACT, "leader é:{}\"'\\ *")
+    claim = claim_of(keeper, MAX_TERM, "leader é:{}\"'\\ *")
     view = await take(keeper.lease(), claim)
     assert view.holder == claim
-    assert view.term == MAX_EXACT
+    assert view.term == MAX_TERM
     odd = ['é"\\[]', "b:{}"]
     assert await keeper.lease().set_in_sync(claim, odd, revision=1)
     assert (await keeper.lease().read()).in_sync == frozenset(odd)

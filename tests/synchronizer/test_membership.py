@@ -11,7 +11,7 @@ import pytest_asyncio
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.versions import Incarnation
 from synchronizer_server.membership import Membership, MemoryMembership, Roll
-from synchronizer_server.membership.redis_client import MAX_EXACT
+from synchronizer_server.membership.redis_client import MAX_TERM
 from tests.synchronizer.keepers import Keeper, claim_of, keeper_in, prolong, take, until
 from tests.synchronizer.redis_server import RedisServer, running_redis
 
@@ -283,10 +283,10 @@ async def test_a_writer_of_the_term_and_everybody_where_no_term_is_known_may_wri
 async def test_terms_up_to_the_largest_exact_number_are_compared_exactly(
     keeper: Keeper, membership: Membership
 ) -> None:
-    await take(keeper.lease(), claim_of(keeper, MAX_EXACT))
-    await membership.heartbeat({"a": ONE}, MAX_EXACT)
+    await take(keeper.lease(), claim_of(keeper, MAX_TERM))
+    await membership.heartbeat({"a": ONE}, MAX_TERM)
     with pytest.raises(DilocoError) as caught:
-        await membership.heartbeat({"a": ONE}, MAX_EXACT - 1)
+        await membership.heartbeat({"a": ONE}, MAX_TERM - 1)
     assert caught.value.reason is Reason.STALE_TERM
 
 

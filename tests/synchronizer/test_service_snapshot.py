@@ -12,6 +12,7 @@ from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.snapshots import SnapshotName
 from decoupled_diloco.v1 import admin_pb2, types_pb2
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
+from synchronizer_server import snapshotting
 from synchronizer_server.going_back import choose, go_back
 from synchronizer_server.store import DiskStore, Manifest, MemoryStore
 from tests.synchronizer.fake_learner import (
@@ -190,6 +191,22 @@ async def test_a_run_that_ends_refuses_and_whoever_waits_is_told() -> None:
         assert (await refusal(waiting)).reason is Reason.SNAPSHOT_FAILED
         assert (await refusal(asked(fleet, "two"))).reason is Reason.SNAPSHOT_FAILED
         assert (await refusal(asked(fleet, "a b"))).reason is Reason.MALFORMED
+
+
+async def test_who_is_crowded_out_by_many_requests_is_told_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(snapshotting, "_MAX_REQUESTS", 2)
+    async with serving(settings=make_settings(quorum=1, grace=False)) as fleet:
+        await fleet.seeded("a")
+        first = asked(fleet, "0")
+        await until(lambda: fleet.engine.core.snapshots.wanted)
+        others = [asked(fleet, str(i)) for i in (1, 2)]
+        error = await refusal(first)
+        assert error.reason is Reason.SNAPSHOT_FAILED
+        assert "ask again" in error.message
+        for other in others:
+            other.cancel()
 
 
 async def test_a_restart_goes_on_from_a_snapshot_and_knows_it(tmp_path: Path) -> None:
