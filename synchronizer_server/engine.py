@@ -63,6 +63,7 @@ class Engine:
         self._timer: asyncio.Event = asyncio.Event()
         self._failure: BaseException | None = None
         self.fatal = asyncio.Event()
+        self.store_lost = asyncio.Event()
         self.closed = False
         self.farewell = DilocoError(Reason.DRAINING, "the synchronizer stops; train on")
 

@@ -145,6 +145,7 @@ class JoinDesk:
                 request.run_id,
             )
             self._engine.parts.journal.write("store_lost", learner_id=request.learner_id)
+            self._engine.store_lost.set()
         if state.seed_forbidden:
             raise DilocoError(
                 Reason.STORE_LOST,

@@ -146,14 +146,14 @@ class Leadership:
             return self._bidder.claim(term)
         return heard
 
-    async def give_up(self, reason: str) -> None:
+    async def give_up(self, reason: str, *, forget: bool = False) -> None:
         """Steps down and gives the lease back, so that a standby need not wait."""
         if self.core.role is not Role.LEADING:
             return
         claim = self.claim()
         self._do(self.core.step_down(reason))
         try:
-            await self._keeper.release(claim)
+            await self._keeper.release(claim, forget=forget)
         except DilocoError as error:
             logger.warning("the lease runs out by itself: %s", error.message)
 

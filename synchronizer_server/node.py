@@ -111,7 +111,8 @@ class Node:
             logger.error("cannot lead: %s", error)
             # Until a leader has filled the store; another synchronizer may have all of it.
             election.leadership.core.standing.may_lead = error.reason is not Reason.STORE_LOST
-            await election.leadership.give_up(error.message)
+            is_lost = error.reason is Reason.STORE_LOST
+            await election.leadership.give_up(error.message, forget=is_lost)
             await asyncio.sleep(_RETRY_S)
             return
         if election is not None:
@@ -128,13 +129,18 @@ class Node:
         engine.handle(ev.Tick())
         waits: list[Awaitable[object]] = [stopping.wait(), engine.fatal.wait()]
         if election is not None:
-            waits.append(election.leadership.until(Role.FOLLOWING))
+            waits += [election.leadership.until(Role.FOLLOWING), engine.store_lost.wait()]
         try:
             await _first_of(*waits)
         finally:
             await self._end(assembled, election)
         if engine.failure is not None:
             raise engine.failure
+        if election is not None and engine.store_lost.is_set():
+            # Another synchronizer may have what this store lost; it fills this one then.
+            election.leadership.core.standing.may_lead = False
+            why = "the store of this synchronizer lost the run"
+            await election.leadership.give_up(why, forget=True)
 
     async def _begin(self, claim: Claim | None, election: Election | None) -> Assembled:
         assembled = await assemble(

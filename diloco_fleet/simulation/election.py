@@ -76,7 +76,7 @@ class Leadership:
             return self._bidder.claim(term)
         return heard
 
-    def give_up(self, reason: str) -> Work:
+    def give_up(self, reason: str, *, forget: bool = False) -> Work:
         """Steps down and gives the lease back."""
         if self.core.role is not Role.LEADING:
             return
@@ -84,7 +84,7 @@ class Leadership:
         self._do(self.core.step_down(reason))
         keeper = self._node.world.keeper
         try:
-            yield from keeper.ask(self._node, lambda: keeper.lease.release(claim))
+            yield from keeper.ask(self._node, lambda: keeper.lease.release(claim, forget=forget))
         except DilocoError:
             return  # it runs out by itself
 

@@ -81,6 +81,7 @@ class Engine:
         self.tensors: TensorBook | None = None
         self.published = Promise()
         self.closed = False
+        self.store_lost = Promise()
         self.farewell = DilocoError(Reason.DRAINING, "the synchronizer stops; train on")
         self.granted: dict[tuple[str, str], Incarnation] = {}
         self.joining: Promise | None = None

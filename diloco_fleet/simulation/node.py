@@ -139,15 +139,20 @@ class Node(Process):
         except DilocoError as error:
             self.world.tally[f"cannot_lead_{error.reason}"] += 1
             self.leadership.core.standing.may_lead = error.reason is not Reason.STORE_LOST
-            yield from self.leadership.give_up(error.message)
+            is_lost = error.reason is Reason.STORE_LOST
+            yield from self.leadership.give_up(error.message, forget=is_lost)
             yield _RETRY_S
             return
         self.engine = engine
         engine.handle(ev.Tick())
-        yield self.spawn(self.leadership.until(Role.FOLLOWING))
+        yield Either((self.spawn(self.leadership.until(Role.FOLLOWING)), engine.store_lost))
         self.engine = None
         engine.replicas.close(self.not_leading())
         engine.close(self.not_leading())
+        if engine.store_lost.done:
+            self.leadership.core.standing.may_lead = False
+            why = "the store of this synchronizer lost the run"
+            yield from self.leadership.give_up(why, forget=True)
 
     def _begin(self, claim: Claim) -> Work:
         """As `assembly.assemble`, and what `Node._begin` starts beside."""

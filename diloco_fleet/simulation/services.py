@@ -58,6 +58,7 @@ def _check_not_lost(engine: Engine, request: Join) -> None:
         return
     if request.merged and not state.seed_forbidden:
         engine.handle(ev.SeedForbidden(learner_id=request.learner_id))
+        engine.store_lost.set()
     if state.seed_forbidden:
         raise DilocoError(Reason.STORE_LOST, "the run has merged before; the store is empty")
 

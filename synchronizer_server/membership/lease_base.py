@@ -46,8 +46,9 @@ class LeaseKeeper(Protocol):
         """Takes the lease, if it may: nobody else holds it, ``claim.term`` is above the keeper's
         term, and ``standby_id`` is in ``in_sync`` or the keeper knows nothing of this run.
 
-        Taking it sets the term to the claim's and ``in_sync`` to ``standby_id`` alone. Asking again
-        with a claim that holds the lease already renews it.
+        Taking it sets the term to the claim's and ``in_sync`` to ``standby_id`` alone: a leader
+        serves what its store holds at once, and another one may lack the newest of it. Asking
+        again with a claim that holds the lease already renews it.
 
         Returns:
             What the keeper says afterwards; the lease is taken where ``holder == claim``.
@@ -78,8 +79,14 @@ class LeaseKeeper(Protocol):
         was held up on its way must not undo a later one.
         """
 
-    async def release(self, claim: Claim) -> None:
-        """Gives the lease up, if this claim holds it; term and standbys in sync stay."""
+    async def release(self, claim: Claim, *, forget: bool = False) -> None:
+        """Gives the lease up, if this claim holds it; term and standbys in sync stay.
+
+        Args:
+            claim: who gives it up.
+            forget: leave nothing behind, as in a keeper that was emptied: what it was told by a
+                leader without the run's rounds is worth nothing.
+        """
 
     async def aclose(self) -> None:
         """Releases what is held open. Calling it again does nothing."""

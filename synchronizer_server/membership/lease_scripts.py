@@ -119,7 +119,8 @@ RELEASE: Final = (
     _CLAIM
     + """
 if mine then redis.call('DEL', KEYS[1]) end
+if mine and ARGV[7] == 'forget' then redis.call('DEL', KEYS[2], KEYS[3], KEYS[4]) end
 return 0
 """
 )
-"""ARGV: claim."""
+"""ARGV: claim, ``forget`` where nothing is to be left."""

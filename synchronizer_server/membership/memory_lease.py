@@ -55,11 +55,15 @@ class MemoryLease(MemoryUser):
             _write(server, claim, standby_ids, revision)
             return True
 
-    async def release(self, claim: Claim) -> None:
+    async def release(self, claim: Claim, *, forget: bool = False) -> None:
         """See ``LeaseKeeper.release``."""
         with self._asking() as server:
-            if server.lease is not None and server.lease.claim == claim:
-                server.lease = None
+            held = server.held()
+            if held is None or held.claim != claim:
+                return
+            server.lease = None
+            if forget:
+                server.term, server.in_sync, server.in_sync_revision = 0, None, 0
 
     async def aclose(self) -> None:
         """See ``LeaseKeeper.aclose``."""

@@ -63,9 +63,9 @@ class RedisLease:
         assert 1 <= revision <= MAX_EXACT, f"revision {revision}"
         return await self._told(self._set_in_sync, claim, _listed(standby_ids), revision) == 1
 
-    async def release(self, claim: Claim) -> None:
+    async def release(self, claim: Claim, *, forget: bool = False) -> None:
         """See ``LeaseKeeper.release``."""
-        await self._told(self._release, claim, "", 0)
+        await self._told(self._release, claim, "forget" if forget else "", 0)
 
     async def aclose(self) -> None:
         """See ``LeaseKeeper.aclose``."""

@@ -201,6 +201,16 @@ async def test_a_write_that_was_held_up_does_not_undo_a_later_one(keeper: Keeper
     assert await lease.set_in_sync(second, ["a", "c"], revision=1), "numbers begin anew with a term"
 
 
+async def test_a_leader_without_the_rounds_leaves_nothing_behind(keeper: Keeper) -> None:
+    claim = claim_of(keeper, 4)
+    lease = keeper.lease()
+    await take(lease, claim)
+    await lease.release(claim_of(keeper, 3), forget=True)
+    assert (await lease.read()).holder == claim, "somebody else's word changes nothing"
+    await lease.release(claim, forget=True)
+    assert await lease.read() == NOTHING
+
+
 async def test_nobody_in_sync_is_not_the_same_as_nothing_known(keeper: Keeper) -> None:
     claim = claim_of(keeper, 1)
     lease = keeper.lease()
