@@ -77,7 +77,9 @@ MUTANTS = (
            "        yield from self.replicas.publishable(record, states)\n"
            "        yield from self.mark_seeded()\n",
            "        yield from self.mark_seeded()\n"
-           "        yield from self.replicas.publishable(record, states)\n"),
+           "        yield from self.replicas.publishable(record, states)\n",
+           also=((f"{SHELL}.node", "forget=is_lost", "forget=False"),
+                 (f"{SHELL}.services", "        engine.store_lost.set()\n", ""))),
     Mutant("the_term_comes_from_an_emptied_keeper", f"{CORE}.lease",
            "max(self._keeper_term, self.standing.position[0], self.highest.term, self._led_term)",
            "self._keeper_term",
