@@ -20,6 +20,11 @@ PACE ?= 0.2
 # More for the command: make run ARGS="--learners 2", make test ARGS="-k layout"
 ARGS ?=
 
+# The packages are installed without bytecode; every process of a fleet would compile torch anew where
+# the surrounding shell forbids to write it. It lies in the environment, never beside the sources.
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
+
 STAMP := $(VENV)/.installed-$(TORCH)
 PROOFS := $(sort $(subst _,-,$(patsubst benchmarks/proofs/%.py,%,\
 	$(filter-out %/__init__.py,$(wildcard benchmarks/proofs/*.py)))))
