@@ -182,12 +182,16 @@ class FleetView(ABC):
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> float:
         """Sends a signal to a process of this fleet; returns the unix time just before."""
-        pid = self.process_pid(name)
-        assert pid is not None
-        assert pid in self.pids(), f"{name} is not this fleet's"
+        # What is being started has no command line yet; what has ended may still be written down.
+        pid = self.wait_until(lambda: self._own_pid(name), f"{name} to run")
         now = time.time()
         os.kill(pid, number)
         return now
+
+    def _own_pid(self, name: str) -> int | None:
+        """Pid of a process of the fleet, once it is seen to be this fleet's."""
+        pid = self.process_pid(name)
+        return pid if pid in self.pids() else None
 
     def freeze(self, name: str) -> float:
         """Stops a process where it stands; returns the unix time just before."""

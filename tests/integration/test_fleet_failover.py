@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 from collections.abc import Iterator
 
@@ -111,11 +109,7 @@ def test_a_leader_that_is_told_to_stop_hands_over(fleet: Fleet) -> None:
 def test_the_whole_fleet_killed_at_once_goes_on_from_its_stores(fleet: Fleet) -> None:
     """To its end; and after all that was done to it no round is lost or doubled."""
     ready(fleet)
-    for pid in fleet.pids():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    fleet.wait()
-    fleet.wait_until(lambda: not fleet.pids(), "the end of every process")
+    fleet.kill_everything()
     fleet.start("--resume", "--standby", "--global-steps", str(fleet.global_step() + 24))
     assert fleet.wait() == 0, fleet.text()
     assert not fleet.pids()

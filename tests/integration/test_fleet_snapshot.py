@@ -5,8 +5,6 @@ The tests share one fleet and run in order.
 
 from __future__ import annotations
 
-import os
-import signal
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from fault_script import FaultScript
-from fleet_harness import Fleet, assert_refused, diloco, wait_for
+from fleet_harness import Fleet, assert_refused, diloco
 
 from decoupled_diloco.fault_points import Fault, FaultPoint
 from decoupled_diloco.snapshots import SnapshotName
@@ -23,14 +21,6 @@ from learner_client.snapshots import SnapshotDirectory
 from learner_client.training_state import load_training_state
 
 pytestmark = pytest.mark.integration
-
-
-def kill_everything(fleet: Fleet) -> None:
-    """Every process at once, ``diloco run`` too, without a word."""
-    for pid in fleet.pids():
-        os.kill(pid, signal.SIGKILL)
-    fleet.wait()
-    wait_for(lambda: not fleet.pids(), "the end of every process")
 
 
 def loss_of(fleet: Fleet, index: int, first: int, last: int, life: int) -> float:
@@ -143,7 +133,7 @@ def test_a_fleet_killed_whole_goes_on_from_its_snapshot(fleet: Fleet) -> None:
     refused = diloco("run", "--resume", "--run-dir", root, "--snapshot", "latest")
     assert_refused(refused, "CONFIG_CONFLICT")
     name = SnapshotName.parse(listed(fleet)[0].split()[0])
-    kill_everything(fleet)
+    fleet.kill_everything()
     newest = fleet.global_step()
     last_term = fleet.rounds()[-1]["term"]
 

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 from pathlib import Path
 
 import pytest
-from fleet_harness import Fleet, diloco, small, wait_for
+from fleet_harness import Fleet, diloco, small
 
 from decoupled_diloco.snapshots import SnapshotName
 from diloco_fleet.lineage import leaderships, lost_rounds
 
 pytestmark = pytest.mark.integration
-
-
-def kill_everything(fleet: Fleet) -> None:
-    """Every process at once, ``diloco run`` too, without a word."""
-    for pid in fleet.pids():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    fleet.wait()
-    wait_for(lambda: not fleet.pids(), "the end of every process")
 
 
 def settle(fleet: Fleet) -> tuple[str, int]:
@@ -59,7 +47,7 @@ def test_a_fleet_with_a_standby_goes_on_from_a_snapshot_and_fails_over(tmp_path:
         name = SnapshotName.parse(taken.stdout.split()[1])
         assert taken.stdout == f"snapshot {name} is complete, of learner-0, learner-1\n"
         fleet.wait_for_rounds(6)
-        kill_everything(fleet)
+        fleet.kill_everything()
         given_up = fleet.rounds()
 
         fleet.start("--resume", "--standby", "--snapshot", "latest")
