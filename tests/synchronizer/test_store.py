@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import multiprocessing.synchronize
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,8 @@ import torch
 
 from decoupled_diloco.errors import DilocoError, Reason
 from synchronizer_server.merge.fragment_state import FragmentState
-from synchronizer_server.store import DiskStore, MemoryStore, RoundStore
+from synchronizer_server.store import DiskStore
+from tests.synchronizer.store_reopen import Reopen, reopening
 from tests.synchronizer.store_scenario import (
     DENORMAL,
     DESCRIPTION,
@@ -28,26 +29,11 @@ from tests.synchronizer.store_scenario import (
     takeover,
 )
 
-Reopen = Callable[[], RoundStore]
-
 
 @pytest.fixture(params=["memory", "disk", "async"])
 def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reopen]:
-    """Gives the store as a restarted synchronizer finds it; the one before is closed."""
-    opened: list[RoundStore] = []
-
-    def restart() -> RoundStore:
-        if opened:
-            opened[-1].close()
-        if request.param == "memory":
-            opened.append(opened[-1] if opened else MemoryStore())
-        else:
-            opened.append(DiskStore(tmp_path / "store", RUN, durability=request.param))
-        return opened[-1]
-
-    yield restart
-    if opened:
-        opened[-1].close()
+    with reopening(request.param, tmp_path) as restart:
+        yield restart
 
 
 def test_a_fresh_store_is_empty(reopen: Reopen) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,9 @@ from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.snapshots import MANIFEST, SnapshotName
 from decoupled_diloco.versions import Incarnation
 from synchronizer_server.core.records import RoundRecord
-from synchronizer_server.store import DiskStore, Manifest, MemoryStore, RoundStore
+from synchronizer_server.store import Manifest, RoundStore
 from tests.synchronizer.store_faults import Crash, failing, open_disk
+from tests.synchronizer.store_reopen import Reopen, reopening
 from tests.synchronizer.store_scenario import (
     RUN,
     assert_holds,
@@ -27,26 +28,11 @@ from tests.synchronizer.store_scenario import (
     takeover,
 )
 
-Reopen = Callable[[], RoundStore]
-
 
 @pytest.fixture(params=["memory", "disk", "async"])
 def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reopen]:
-    """Gives the store as a restarted synchronizer finds it; the one before is closed."""
-    opened: list[RoundStore] = []
-
-    def restart() -> RoundStore:
-        if opened:
-            opened[-1].close()
-        if request.param == "memory":
-            opened.append(opened[-1] if opened else MemoryStore())
-        else:
-            opened.append(DiskStore(tmp_path / "store", RUN, durability=request.param))
-        return opened[-1]
-
-    yield restart
-    if opened:
-        opened[-1].close()
+    with reopening(request.param, tmp_path) as restart:
+        yield restart
 
 
 def name_of(record: RoundRecord) -> SnapshotName:
