@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import logging
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -245,9 +248,11 @@ def run_world(seed: int) -> Outcome:
     Raises:
         AssertionError: with the seed, and how to see it again.
     """
-    level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    world = World(seed)
+    with _quiet():
+        return _run(World(seed))
+
+
+def _run(world: World) -> Outcome:
     try:
         return world.run()
     except BeyondError:
@@ -255,13 +260,27 @@ def run_world(seed: int) -> Outcome:
         return outcome_of(world, rounds_lost=0)
     except Exception as error:
         error.add_note(
-            f"seed {seed}: see it again with `python -m diloco_fleet.simulation {seed}`\n"
+            f"seed {world.seed}: see it again with "
+            f"`python -m diloco_fleet.simulation {world.seed}`\n"
             f"{world.describe()}"
         )
         raise
     finally:
         world.faults.stop()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No logs, and no search for garbage: a world is one heap of live objects until it ends."""
+    level, collected = logging.root.manager.disable, gc.isenabled()
+    logging.disable(logging.CRITICAL)
+    gc.disable()
+    try:
+        yield
+    finally:
         logging.disable(level)
+        if collected:
+            gc.enable()
 
 
 def _settings(rng: random.Random) -> tuple[RunSettings, Profile]:
