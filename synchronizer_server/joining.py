@@ -18,6 +18,7 @@ from decoupled_diloco.wire import incarnation_to, malformed, tensors_from
 from synchronizer_server.commits import layout_description
 from synchronizer_server.convert import check_id, check_tensors
 from synchronizer_server.core import events as ev
+from synchronizer_server.core.data_records import DataLease
 from synchronizer_server.core.roster import LearnerState
 from synchronizer_server.engine import Engine
 from synchronizer_server.service.data import leases_from, previous_from
@@ -208,20 +209,11 @@ class JoinDesk:
 
     async def _grant(self, learner_id: str, request: pb.JoinRequest) -> Incarnation:
         engine = self._engine
-        state = engine.core.state
         shard = self._shard(learner_id, request.shard if request.HasField("shard") else None)
         previous, claims = previous_from(request), leases_from(request)
-        known = state.roster.find(learner_id)
-        incarnation = await self._grant_incarnation(
-            learner_id, known.incarnation.number if known is not None else 0
-        )
-        why = engine.core.lease_refusal(learner_id, previous, claims, engine.parts.clock())
-        if why is not None:
-            raise DilocoError(
-                Reason.LEASE_LOST,
-                f"{learner_id} has lost its data leases: {why}; join again without them, and "
-                "without what it has trained since its last updates",
-            )
+        self._check_leases(learner_id, previous, claims)  # who is refused leaves no trace
+        incarnation = await self._grant_incarnation(learner_id)
+        self._check_leases(learner_id, previous, claims)  # they may be handed out meanwhile
         engine.handle(
             ev.LearnerJoined(
                 learner_id=learner_id,
@@ -232,6 +224,18 @@ class JoinDesk:
             )
         )
         return incarnation
+
+    def _check_leases(
+        self, learner_id: str, previous: Incarnation | None, claims: tuple[DataLease, ...]
+    ) -> None:
+        engine = self._engine
+        why = engine.core.lease_refusal(learner_id, previous, claims, engine.parts.clock())
+        if why is not None:
+            raise DilocoError(
+                Reason.LEASE_LOST,
+                f"{learner_id} has lost its data leases: {why}; join again without them, and "
+                "without what it has trained since its last updates",
+            )
 
     def _shard(self, learner_id: str, claimed: int | None) -> int:
         state = self._engine.core.state
@@ -269,19 +273,23 @@ class JoinDesk:
             clock=engine.clock_message(),
         )
 
-    async def _grant_incarnation(self, learner_id: str, at_least: int) -> Incarnation:
-        """A new incarnation; where the membership does not answer, from our own record.
+    async def _grant_incarnation(self, learner_id: str) -> Incarnation:
+        """A new incarnation, entered in the membership where that answers.
 
         Incarnations belong to the round record and the membership has a copy, so its failing
-        alone keeps nobody out: the next grant takes the higher of both.
+        alone keeps nobody out. What is granted without its answer is what it was asked to enter:
+        were it another one, the next leader could believe in a life that nobody lives.
         """
-        term = self._engine.core.state.term
-        try:
-            return await self._engine.parts.membership.grant_incarnation(
-                learner_id, term=term, at_least=at_least
-            )
-        except DilocoError as error:
-            if error.reason not in {Reason.MEMBERSHIP_UNAVAILABLE, Reason.MALFORMED}:
-                raise
-            logger.warning("%s joins without the membership: %s", learner_id, error.message)
-            return Incarnation(term, at_least + 1)
+        state = self._engine.core.state
+        while True:
+            proposed = state.roster.next_incarnation(learner_id, state.term)
+            try:
+                known = await self._engine.parts.membership.grant_incarnation(learner_id, proposed)
+            except DilocoError as error:
+                if error.reason not in {Reason.MEMBERSHIP_UNAVAILABLE, Reason.MALFORMED}:
+                    raise
+                logger.warning("%s joins without the membership: %s", learner_id, error.message)
+                return proposed
+            if known == proposed:
+                return proposed
+            state.roster.is_taken(learner_id, known.number)

@@ -76,6 +76,7 @@ class Faults:
         self._slow: dict[str, tuple[float, float]] = {}
         self._backup: dict[str, Any] | None = None
         self._held_rng = random.Random(world.seed + 3)
+        self._grant_rng = random.Random(world.seed + 4)
         self._push_loss = 0.0 if self.is_over else rng.choice((0.0, 0.02, 0.1))
 
     def run(self) -> Work:
@@ -281,6 +282,22 @@ class Faults:
         if rng.random() < 0.7:
             self._world.network.cut(leader.name, rng.choice(others), rng.uniform(2.0, 5.0))
         return rng.uniform(0.4, 3.0)
+
+    def grant_held_s(self, leader: Node) -> float:
+        """How long the entry of a new life is held up, seconds; its leader may be gone soon."""
+        rng = self._grant_rng
+        if self.is_over or self.profile is not Profile.MULTI or rng.random() > 0.15:
+            return 0.0
+        self._world.tally["grant_held_up"] += 1
+        held_s = rng.uniform(0.4, 4.0)
+        if rng.random() < 0.7:
+            self._later(held_s + rng.uniform(0.1, 1.5), functools.partial(self._kill, leader))
+        return held_s
+
+    def _kill(self, node: Node) -> None:
+        if node.alive and not self.is_over:
+            node.die()
+            self._later(self._grant_rng.uniform(2.0, 6.0), functools.partial(_start, node))
 
     def breaks_push(self) -> bool:
         """Whether the stream of a push breaks now."""

@@ -13,7 +13,7 @@ from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.layout import Role as TensorRole
 from decoupled_diloco.versions import Incarnation, Version
 from diloco_fleet.simulation.lineages import Key, Lineages, Span, fingerprint
-from diloco_fleet.simulation.messages import Push
+from diloco_fleet.simulation.messages import Join, Push
 from synchronizer_server.core import effects as fx
 from synchronizer_server.core import events as ev
 from synchronizer_server.core.records import RoundRecord
@@ -63,6 +63,7 @@ class Oracle:
         self._accepted: dict[Key, list[Accepted]] = {}
         self._granted: dict[tuple[int, str], Incarnation] = {}
         self._ever_granted: dict[str, Incarnation] = {}
+        self._proposed: dict[str, dict[str, Incarnation]] = {}
         self._reported: dict[tuple[int, str, Incarnation], int] = {}
         self._asked: dict[tuple[int, str, Incarnation], int] = {}
         self._published: Key | None = None
@@ -179,19 +180,22 @@ class Oracle:
         raise AssertionError(f"{learner.name}: {error}")
 
     def stops(self, learner: LearnerProcess, error: DilocoError) -> None:
-        """A learner stops for good: only one that was replaced does."""
-        grant, newest = learner.exchange.grant, self._ever_granted.get(learner.learner_id)
-        replaced = grant is None or (newest is not None and newest != grant.incarnation)
-        if grant is not None and newest == grant.incarnation and error.reason is Reason.FENCED:
-            # The keeper was slow, so its leader granted by itself; the keeper's own grant came
-            # into being later, and the next leader believed it. A new process has to be started.
-            replaced = str(grant.incarnation) in error.message
-            self._world.tally["fenced_by_a_late_grant"] += replaced
+        """A learner stops for good: only one does whose place another process asked for."""
+        grant, proposed = learner.exchange.grant, self._proposed.get(learner.learner_id, {})
+        others = [x for request_id, x in proposed.items() if request_id != learner.request_id]
+        replaced = any(grant is None or x > grant.incarnation for x in others)
         is_allowed = error.reason is Reason.FENCED and replaced
         assert is_allowed or learner.name == "hostile", f"{learner.name} stops: {error}"
         learner.is_over = True
 
     # -- the leader's core -----------------------------------------------------------------------
+
+    def proposes(self, request: Join, incarnation: Incarnation) -> None:
+        """A leader is about to grant this life to the process that asks."""
+        proposed = self._proposed.setdefault(request.learner_id, {})
+        proposed[request.request_id] = max(
+            incarnation, proposed.get(request.request_id, incarnation)
+        )
 
     def granted(self, engine: Engine, learner_id: str, incarnation: Incarnation) -> None:
         """A learner got a new life."""

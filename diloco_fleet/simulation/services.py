@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from decoupled_diloco.errors import DilocoError, Reason
@@ -92,24 +93,11 @@ def _fix_layout(engine: Engine) -> Work:
 
 
 def _grant(engine: Engine, request: Join) -> Work:
-    state, keeper = engine.core.state, engine.node.world.keeper
     learner_id = request.learner_id
     shard = engine.core.shard_for(learner_id, request.shard)
     if shard is None:
         raise DilocoError(Reason.NO_SHARD_LEFT, "all shards belong to others")
-    known = state.roster.find(learner_id)
-    at_least = known.incarnation.number if known is not None else 0
-    try:
-        incarnation: Incarnation = yield from keeper.ask(
-            engine.node,
-            lambda: keeper.membership.grant_incarnation(
-                learner_id, term=state.term, at_least=at_least
-            ),
-        )
-    except DilocoError as error:
-        if error.reason not in {Reason.MEMBERSHIP_UNAVAILABLE, Reason.MALFORMED}:
-            raise
-        incarnation = Incarnation(state.term, at_least + 1)
+    incarnation = yield from _grant_incarnation(engine, request)
     engine.node.point("granted")
     engine.node.world.oracle.granted(engine, learner_id, incarnation)
     engine.handle(
@@ -121,6 +109,26 @@ def _grant(engine: Engine, request: Join) -> Work:
         )
     )
     return incarnation
+
+
+def _grant_incarnation(engine: Engine, request: Join) -> Work:
+    node, roster, learner_id = engine.node, engine.core.state.roster, request.learner_id
+    keeper = node.world.keeper
+    while True:
+        proposed = roster.next_incarnation(learner_id, engine.core.state.term)
+        node.world.oracle.proposes(request, proposed)
+        held_s = node.world.faults.grant_held_s(node)
+        grant = functools.partial(keeper.membership.grant_incarnation, learner_id, proposed)
+        try:
+            known: Incarnation = yield from keeper.ask(node, grant, held_s)
+        except DilocoError as error:
+            if error.reason not in {Reason.MEMBERSHIP_UNAVAILABLE, Reason.MALFORMED}:
+                raise
+            return proposed
+        if known == proposed:
+            return proposed
+        node.world.tally["number_taken"] += 1
+        roster.is_taken(learner_id, known.number)
 
 
 def _response(engine: Engine, learner_id: str, incarnation: Incarnation) -> Joined:

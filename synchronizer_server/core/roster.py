@@ -126,6 +126,7 @@ class Roster:
         self._live: list[Learner] | None = None
         self._has_expected = False
         self._taking_part: list[Learner] | None = None
+        self._taken: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[Learner]:
         return iter(self._learners.values())
@@ -169,6 +170,20 @@ class Roster:
                 "again, without what is not merged"
             )
         return None
+
+    def next_incarnation(self, learner_id: str, term: int) -> Incarnation:
+        """The life that this learner begins next.
+
+        The same again until it has joined: whatever copy of it is entered elsewhere, and however
+        late, is what this leader grants.
+        """
+        learner = self._learners.get(learner_id)
+        number = learner.incarnation.number if learner is not None else 0
+        return Incarnation(term, 1 + max(number, self._taken.get(learner_id, 0)))
+
+    def is_taken(self, learner_id: str, number: int) -> None:
+        """The membership knows a life of that number, of a time that the record does not know."""
+        self._taken[learner_id] = max(number, self._taken.get(learner_id, 0))
 
     def live(self) -> Sequence[Learner]:
         """Live learners, by id."""
@@ -240,6 +255,7 @@ class Roster:
             learner.counters_cut = before.counters_cut
             learner.quarantine = before.quarantine
         self._learners[event.learner_id] = learner
+        self._taken.pop(event.learner_id, None)
         self._live = self._taking_part = None
         return learner
 

@@ -51,18 +51,20 @@ class Membership(Protocol):
     it knows none (no lease, or the keeper was emptied), everybody may write.
     """
 
-    async def grant_incarnation(
-        self, learner_id: str, *, term: int, at_least: int = 0
-    ) -> Incarnation:
-        """Begins a new life of a learner, and counts as its first heartbeat.
+    async def grant_incarnation(self, learner_id: str, proposed: Incarnation) -> Incarnation:
+        """Enters a new life of a learner as its leader proposes it; counts as its first heartbeat.
+
+        Nothing but what is proposed is ever entered. So a call that is carried out after its
+        leader gave it up, or twice, leaves what the leader granted by itself meanwhile, or went
+        beyond; it never makes a life that nobody lives.
 
         Args:
             learner_id: the learner.
-            term: term of the leader that grants.
-            at_least: highest number known from the last round record, 0 if none.
+            proposed: under the term of the leader that grants.
 
         Returns:
-            ``(term, 1 + max(stored, at_least))``.
+            ``proposed``, entered now or before; or, with nothing written, the known one whose
+            number is taken or passed: propose a higher one.
 
         Raises:
             DilocoError: ``STALE_TERM``, also when a later term has granted one already.

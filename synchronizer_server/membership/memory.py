@@ -27,19 +27,18 @@ class MemoryMembership(MemoryUser):
     ) -> None:
         super().__init__(server if server is not None else MemoryLeaseServer(clock))
 
-    async def grant_incarnation(
-        self, learner_id: str, *, term: int, at_least: int = 0
-    ) -> Incarnation:
+    async def grant_incarnation(self, learner_id: str, proposed: Incarnation) -> Incarnation:
         """See ``Membership.grant_incarnation``."""
         with self._asking() as server:
-            server.check_term(f"an incarnation of {learner_id}", term)
+            server.check_term(f"an incarnation of {learner_id}", proposed.term)
             known = server.incarnations.get(learner_id, Incarnation(0, 0))
-            if known.term > term:
-                raise stale_grant(learner_id, term, known)
-            granted = Incarnation(term, 1 + max(known.number, at_least))
-            server.incarnations[learner_id] = granted
+            if known.term > proposed.term:
+                raise stale_grant(learner_id, proposed.term, known)
+            if known.number >= proposed.number and known != proposed:
+                return known
+            server.incarnations[learner_id] = proposed
             server.heard[learner_id] = server.clock()
-            return granted
+            return proposed
 
     async def heartbeat(self, batch: Mapping[str, Incarnation], term: int) -> None:
         """See ``Membership.heartbeat``."""

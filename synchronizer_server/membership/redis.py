@@ -37,18 +37,16 @@ class RedisMembership:
         self._mark_seeded = client.script(scripts.MARK_SEEDED)
         self._read_back = client.script(scripts.READ_BACK)
 
-    async def grant_incarnation(
-        self, learner_id: str, *, term: int, at_least: int = 0
-    ) -> Incarnation:
+    async def grant_incarnation(self, learner_id: str, proposed: Incarnation) -> Incarnation:
         """See ``Membership.grant_incarnation``."""
         subject = f"an incarnation of {learner_id}"
-        answer = await self._fenced(self._grant, term, [learner_id, at_least], subject)
-        if not isinstance(answer, list) or len(answer) != 2:
-            raise self._client.malformed("incarnations", answer)
-        incarnation = self._client.incarnation(answer[1])
-        if answer[0] != 1:
-            raise stale_grant(learner_id, term, incarnation)
-        return incarnation
+        answer = await self._fenced(
+            self._grant, proposed.term, [learner_id, proposed.number], subject
+        )
+        known = self._client.incarnation(answer)
+        if known.term > proposed.term:
+            raise stale_grant(learner_id, proposed.term, known)
+        return known
 
     async def heartbeat(self, batch: Mapping[str, Incarnation], term: int) -> None:
         """See ``Membership.heartbeat``."""

@@ -66,14 +66,15 @@ GRANT: Final = (
     + _COMMON
     + """
 local term, number = known(ARGV[2])
-if term and term > tonumber(ARGV[1]) then
-  return {1, {0, string.format('%.0f.%.0f', term, number)}}
+local new_term, new_number = tonumber(ARGV[1]), tonumber(ARGV[3])
+if term and (term > new_term or number > new_number
+    or (number == new_number and term < new_term)) then
+  return {1, string.format('%.0f.%.0f', term, number)}
 end
-local granted = 1 + math.max(number or 0, tonumber(ARGV[3]))
-return {1, {1, mark(ARGV[2], tonumber(ARGV[1]), granted)}}
+return {1, mark(ARGV[2], new_term, new_number)}
 """
 )
-"""ARGV: term, learner id, at_least. Result: {1, granted} or {0, the later one that is known}."""
+"""ARGV: term, learner id, number. Result: that incarnation, or the known one that is in its way."""
 
 HEARTBEAT: Final = (
     _FENCE

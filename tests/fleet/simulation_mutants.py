@@ -131,9 +131,16 @@ MUTANTS = (
            "        if False:"),
     Mutant("rounds_commit_out_of_order", f"{CORE}.scheduler",
            "            and round_ is self.state.rounds[0]\n", ""),
-    Mutant("an_incarnation_is_granted_twice", f"{KEEPER}.memory",
-           "Incarnation(term, 1 + max(known.number, at_least))",
-           "Incarnation(term, max(1, known.number, at_least))"),
+    Mutant("an_incarnation_is_granted_twice", f"{CORE}.roster",
+           "return Incarnation(term, 1 + max(number, ", "return Incarnation(term, max(1, number, "),
+    Mutant("a_late_grant_makes_a_life_that_nobody_lives", f"{KEEPER}.memory",
+           "            if known.number >= proposed.number and known != proposed:\n"
+           "                return known\n",
+           "            higher = 1 + max(known.number, proposed.number - 1)\n"
+           "            proposed = Incarnation(proposed.term, higher)\n",
+           also=((f"{SHELL}.services",
+                  "        if known == proposed:\n            return proposed\n",
+                  "        return known\n"),)),
 )  # fmt: skip
 
 

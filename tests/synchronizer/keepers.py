@@ -171,7 +171,7 @@ async def process_at(
 
 ONE = Incarnation(1, 1)
 MEMBERSHIP_CALLS: dict[str, Callable[[Process], Awaitable[object]]] = {
-    "grant_incarnation": lambda p: p.membership.grant_incarnation("a", term=1, at_least=0),
+    "grant_incarnation": lambda p: p.membership.grant_incarnation("a", ONE),
     "heartbeat": lambda p: p.membership.heartbeat({"a": ONE}, 1),
     "members": lambda p: p.membership.members(),
     "expire": lambda p: p.membership.expire(1.0, 1),

@@ -41,7 +41,7 @@ steps = st.one_of(
     st.tuples(st.just("release"), terms, names),
     st.tuples(st.just("run_out")),
     st.tuples(st.just("empty")),
-    st.tuples(st.just("grant"), terms, names, st.integers(0, 3)),
+    st.tuples(st.just("grant"), names, lives),
     st.tuples(st.just("heartbeat"), terms, st.dictionaries(names, lives)),
     st.tuples(st.just("remove"), terms, names, lives),
     st.tuples(st.just("expire"), terms, st.sampled_from([-1.0, 3600.0])),
@@ -72,8 +72,8 @@ async def do(keeper: Keeper, lease: LeaseKeeper, members: Membership, step: tupl
             return keeper.run_out()
         case ("empty",):
             return keeper.empty()
-        case ("grant", term, name, at_least):
-            return await members.grant_incarnation(name, term=term, at_least=at_least)
+        case ("grant", name, proposed):
+            return await members.grant_incarnation(name, proposed)
         case ("heartbeat", term, batch):
             return await members.heartbeat(batch, term)
         case ("remove", term, name, life):

@@ -64,7 +64,7 @@ async def test_who_hears_no_answer_has_been_obeyed_all_the_same() -> None:
 async def test_synchronizers_on_one_server_share_members_term_and_oblivion() -> None:
     server = MemoryLeaseServer()
     first, second = MemoryMembership(server=server), MemoryMembership(server=server)
-    granted = await first.grant_incarnation("a", term=1)
+    granted = await first.grant_incarnation("a", Incarnation(1, 1))
     await first.mark_seeded(1)
     assert [x.incarnation for x in (await second.read_back()).members] == [granted]
     await take(MemoryLease(server), claim_of(KEEPER, 2))

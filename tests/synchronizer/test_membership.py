@@ -53,47 +53,117 @@ async def test_a_fresh_membership_knows_nothing(membership: Membership) -> None:
     assert await membership.members() == []
 
 
+async def enter(membership: Membership, *lives: Incarnation, learner_id: str = "a") -> None:
+    """Each of them is granted as proposed."""
+    for life in lives:
+        assert await membership.grant_incarnation(learner_id, life) == life
+
+
 @pytest.mark.asyncio
-async def test_incarnations_count_up_over_terms_and_above_what_the_record_knows(
-    membership: Membership,
-) -> None:
-    assert await membership.grant_incarnation("a", term=1, at_least=0) == Incarnation(1, 1)
-    assert await membership.grant_incarnation("a", term=1, at_least=0) == Incarnation(1, 2)
-    assert await membership.grant_incarnation("a", term=1, at_least=7) == Incarnation(1, 8)
-    assert await membership.grant_incarnation("a", term=3, at_least=2) == Incarnation(3, 9)
-    assert await membership.grant_incarnation("b", term=3, at_least=0) == Incarnation(3, 1)
+async def test_what_is_proposed_above_all_that_is_known_is_granted(membership: Membership) -> None:
+    await enter(membership, ONE, Incarnation(1, 2), Incarnation(1, 8), Incarnation(3, 9))
+    await enter(membership, Incarnation(3, 1), learner_id="b")
     assert await alive(membership) == {"a": Incarnation(3, 9), "b": Incarnation(3, 1)}
 
 
+@pytest.mark.parametrize("proposed", [Incarnation(1, 8), Incarnation(2, 8), Incarnation(2, 9)])
 @pytest.mark.asyncio
-async def test_concurrent_grants_never_give_one_number_twice(membership: Membership) -> None:
-    granted = await asyncio.gather(
-        *(membership.grant_incarnation("a", term=1, at_least=0) for _ in range(20))
+async def test_a_number_that_was_granted_before_is_answered_and_nothing_is_entered(
+    membership: Membership, proposed: Incarnation
+) -> None:
+    """Numbers count over all terms: who asks hears above which one to propose."""
+    known = Incarnation(1, 9)
+    await enter(membership, known)
+    await until(lambda: are_silent(membership, "a"))
+    assert await membership.grant_incarnation("a", proposed) == known
+    assert await alive(membership) == {"a": known}
+    assert await are_silent(membership, "a"), "nor is it a heartbeat"
+
+
+@pytest.mark.asyncio
+async def test_a_grant_carried_out_twice_leaves_what_it_granted(membership: Membership) -> None:
+    life = Incarnation(2, 4)
+    await enter(membership, life, life)
+    assert await alive(membership) == {"a": life}
+
+
+@pytest.mark.asyncio
+async def test_a_grant_carried_out_after_its_leader_granted_by_itself_changes_nothing(
+    membership: Membership,
+) -> None:
+    """Heartbeats have brought what the leader granted, or the life after it."""
+    by_itself = Incarnation(1, 2)
+    await membership.heartbeat({"a": by_itself}, 1)
+    await membership.grant_incarnation("a", by_itself)
+    assert await alive(membership) == {"a": by_itself}
+    await membership.heartbeat({"a": Incarnation(1, 3)}, 1)
+    await membership.grant_incarnation("a", by_itself)
+    assert await alive(membership) == {"a": Incarnation(1, 3)}
+
+
+@pytest.mark.asyncio
+async def test_a_grant_carried_out_before_the_heartbeat_of_it_is_the_same_life(
+    membership: Membership,
+) -> None:
+    await enter(membership, ONE, Incarnation(1, 2))
+    await membership.heartbeat({"a": Incarnation(1, 2)}, 1)
+    assert await alive(membership) == {"a": Incarnation(1, 2)}
+
+
+@pytest.mark.asyncio
+async def test_a_grant_carried_out_after_a_take_over_is_refused(
+    keeper: Keeper, membership: Membership
+) -> None:
+    await membership.heartbeat({"a": ONE}, 1)
+    await take(keeper.lease(), claim_of(keeper, 2))
+    with pytest.raises(DilocoError) as caught:
+        await membership.grant_incarnation("a", Incarnation(1, 2))
+    assert caught.value.reason is Reason.STALE_TERM
+    assert await alive(membership) == {"a": ONE}
+
+
+@pytest.mark.asyncio
+async def test_a_late_grant_in_an_emptied_keeper_is_overtaken_by_the_next_heartbeat(
+    keeper: Keeper, membership: Membership
+) -> None:
+    granted = Incarnation(2, 3)
+    await enter(membership, granted)
+    keeper.empty()
+    await enter(membership, Incarnation(1, 2))  # of the leader before, late
+    await membership.heartbeat({"a": granted}, 2)
+    assert await alive(membership) == {"a": granted}
+
+
+@pytest.mark.asyncio
+async def test_of_grants_in_any_order_the_latest_life_stays(membership: Membership) -> None:
+    numbers = (3, 11, 7, 20, 1, 19, 2, 12)
+    await asyncio.gather(
+        *(membership.grant_incarnation("a", Incarnation(1, number)) for number in numbers)
     )
-    assert sorted(incarnation.number for incarnation in granted) == list(range(1, 21))
+    assert await alive(membership) == {"a": Incarnation(1, 20)}
 
 
 @pytest.mark.asyncio
 async def test_a_leader_whose_term_is_over_grants_nothing(membership: Membership) -> None:
-    await membership.grant_incarnation("a", term=5, at_least=0)
+    await enter(membership, Incarnation(5, 1))
     with pytest.raises(DilocoError, match=r"5\.1.*term 4 is over") as caught:
-        await membership.grant_incarnation("a", term=4, at_least=0)
+        await membership.grant_incarnation("a", Incarnation(4, 2))
     assert caught.value.reason is Reason.STALE_TERM
     assert await alive(membership) == {"a": Incarnation(5, 1)}
 
 
 @pytest.mark.asyncio
 async def test_large_numbers_stay_exact(membership: Membership) -> None:
-    large = 2**52
-    assert await membership.grant_incarnation("a", term=large, at_least=large) == Incarnation(
-        large, large + 1
-    )
-    assert await alive(membership) == {"a": Incarnation(large, large + 1)}
+    large = Incarnation(2**52, 2**52 + 1)
+    await enter(membership, Incarnation(2**52, 2**52), large)
+    assert await membership.grant_incarnation("a", Incarnation(2**52, 2**52)) == large
+    assert await alive(membership) == {"a": large}
 
 
 @pytest.mark.asyncio
 async def test_an_older_incarnation_never_overwrites_a_newer_one(membership: Membership) -> None:
-    new = await membership.grant_incarnation("a", term=2, at_least=4)
+    new = Incarnation(2, 5)
+    await enter(membership, new)
     for old in (Incarnation(1, 9), Incarnation(2, 4)):
         await membership.heartbeat({"a": old, "b": Incarnation(1, 1)}, 3)
         assert await alive(membership) == {"a": new, "b": Incarnation(1, 1)}
@@ -105,7 +175,7 @@ async def test_an_older_incarnation_never_overwrites_a_newer_one(membership: Mem
 async def test_the_heartbeat_of_a_fenced_incarnation_does_not_keep_the_learner_alive(
     membership: Membership,
 ) -> None:
-    await membership.grant_incarnation("a", term=1, at_least=1)
+    await enter(membership, Incarnation(1, 2))
     fenced = Incarnation(1, 1)
 
     async def aged() -> bool:
@@ -138,7 +208,7 @@ async def test_the_silent_are_removed_longest_unheard_first_and_return_by_a_hear
     assert await membership.expire(0.02, 1) == []
     await membership.heartbeat({"z": ONE}, 1)
     assert await alive(membership) == {"z": ONE}
-    assert await membership.grant_incarnation("a", term=1) == Incarnation(1, 3)
+    assert await membership.grant_incarnation("a", ONE) == Incarnation(1, 2), "it stays known"
 
 
 @pytest.mark.asyncio
@@ -155,24 +225,24 @@ async def test_who_was_heard_in_time_stays(membership: Membership) -> None:
 async def test_remove_takes_only_the_current_incarnation_and_keeps_its_number(
     membership: Membership,
 ) -> None:
-    first = await membership.grant_incarnation("a", term=1, at_least=0)
-    second = await membership.grant_incarnation("a", term=1, at_least=0)
+    first, second = ONE, Incarnation(1, 2)
+    await enter(membership, first, second)
     assert not await membership.remove("a", first, 1)
     assert await alive(membership) == {"a": second}
     assert await membership.remove("a", second, 1)
     assert not await membership.remove("a", second, 1)
     assert await alive(membership) == {}
-    assert await membership.grant_incarnation("a", term=1, at_least=0) == Incarnation(1, 3)
+    assert await membership.grant_incarnation("a", first) == second
 
 
 @pytest.mark.asyncio
 async def test_a_removed_learner_that_is_heard_again_is_a_member_again(
     membership: Membership,
 ) -> None:
-    incarnation = await membership.grant_incarnation("a", term=1, at_least=0)
-    await membership.remove("a", incarnation, 1)
-    await membership.heartbeat({"a": incarnation}, 3)
-    assert await alive(membership) == {"a": incarnation}
+    await enter(membership, ONE)
+    await membership.remove("a", ONE, 1)
+    await membership.heartbeat({"a": ONE}, 3)
+    assert await alive(membership) == {"a": ONE}
 
 
 @pytest.mark.asyncio
@@ -207,8 +277,9 @@ async def test_a_take_over_reads_members_quorum_and_seed_back_in_one_piece(
 ) -> None:
     await membership.heartbeat({"z": Incarnation(2, 7)}, 2)
     await until(lambda: are_silent(membership, "z"))
-    granted = await membership.grant_incarnation("a", term=2)
-    await membership.grant_incarnation("left", term=2)
+    granted = Incarnation(2, 1)
+    await enter(membership, granted)
+    await enter(membership, granted, learner_id="left")
     assert await membership.remove("left", Incarnation(2, 1), 2)
     roll = await keeper.membership().read_back()
     assert [(x.learner_id, x.incarnation) for x in roll.members] == [
@@ -225,7 +296,7 @@ async def test_a_take_over_reads_members_quorum_and_seed_back_in_one_piece(
 
 
 WRITES: dict[str, Callable[[Membership, int], Awaitable[object]]] = {
-    "grant_incarnation": lambda m, term: m.grant_incarnation("new", term=term),
+    "grant_incarnation": lambda m, term: m.grant_incarnation("new", Incarnation(term, 1)),
     "heartbeat": lambda m, term: m.heartbeat({"a": Incarnation(9, 9), "new": ONE}, term),
     "expire": lambda m, term: m.expire(-1.0, term),
     "remove": lambda m, term: m.remove("a", ONE, term),
@@ -307,7 +378,7 @@ async def test_an_emptied_keeper_is_filled_by_the_next_heartbeat(
     assert await alive(membership) == batch
     await membership.heartbeat({"a": Incarnation(2, 4)}, 3)
     assert await alive(membership) == batch
-    assert await membership.grant_incarnation("a", term=3, at_least=3) == Incarnation(3, 6)
+    assert await membership.grant_incarnation("a", Incarnation(3, 4)) == Incarnation(2, 5)
 
 
 @pytest.mark.asyncio

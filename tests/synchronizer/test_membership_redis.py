@@ -45,7 +45,7 @@ async def test_two_synchronizers_of_one_run_see_the_same_and_other_runs_nothing(
         process_at(f"redis://{server.address}/0", "shared") as second,
         process_at(server.address, "other") as other,
     ):
-        granted = await first.membership.grant_incarnation("a", term=1, at_least=0)
+        granted = await first.membership.grant_incarnation("a", ONE)
         await first.membership.set_quorum(4, 1)
         await first.membership.mark_seeded(1)
         await prolong(first.lease, first.claim(1), in_sync=("b",))

@@ -182,7 +182,7 @@ async def test_a_redis_that_restarts_empty_is_told_everything_again(tmp_path: Pa
             assert (view.holder, view.term, view.in_sync) == (claim, 4, {"s"})
             roll = await process.membership.read_back()
             assert {x.learner_id: x.incarnation for x in roll.members} == batch
-            granted = await process.membership.grant_incarnation("a", term=4, at_least=3)
+            granted = await process.membership.grant_incarnation("a", Incarnation(4, 6))
             assert granted == Incarnation(4, 6)
             with pytest.raises(DilocoError) as caught:
                 await process.membership.heartbeat(batch, 3)

@@ -11,7 +11,8 @@ from decoupled_diloco.layout import TensorSpec
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.v1 import types_pb2
 from decoupled_diloco.versions import Incarnation
-from decoupled_diloco.wire import tensors_to
+from decoupled_diloco.wire import incarnation_from, tensors_to
+from synchronizer_server.heartbeats import beat
 from synchronizer_server.membership.memory import MemoryMembership
 from tests.synchronizer.fake_learner import (
     REFUSED,
@@ -20,6 +21,7 @@ from tests.synchronizer.fake_learner import (
     make_settings,
     refusal,
     serving,
+    until,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -32,9 +34,7 @@ class AwayMembership(MemoryMembership):
         super().__init__()
         self._reason = reason
 
-    async def grant_incarnation(
-        self, learner_id: str, *, term: int, at_least: int = 0
-    ) -> Incarnation:
+    async def grant_incarnation(self, learner_id: str, proposed: Incarnation) -> Incarnation:
         raise DilocoError(self._reason, "redis does not answer")
 
     async def mark_seeded(self, term: int) -> bool:
@@ -42,6 +42,30 @@ class AwayMembership(MemoryMembership):
 
     async def remove(self, learner_id: str, incarnation: Incarnation, term: int) -> bool:
         raise DilocoError(Reason.MEMBERSHIP_UNAVAILABLE, "redis does not answer")
+
+
+class LateMembership(MemoryMembership):
+    """Grants are held up while ``is_late``: given up by who asks, and carried out by ``arrive``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_late = True
+        self._held: list[tuple[str, Incarnation]] = []
+
+    async def grant_incarnation(self, learner_id: str, proposed: Incarnation) -> Incarnation:
+        if self.is_late:
+            self._held.append((learner_id, proposed))
+            raise DilocoError(Reason.MEMBERSHIP_UNAVAILABLE, "redis does not answer")
+        return await super().grant_incarnation(learner_id, proposed)
+
+    async def arrive(self) -> None:
+        """What was held up is carried out, each twice, the last one first."""
+        for learner_id, proposed in [*reversed(self._held), *self._held]:
+            await super().grant_incarnation(learner_id, proposed)
+
+    async def known(self) -> list[Incarnation]:
+        """What the next leader would believe."""
+        return [x.incarnation for x in (await self.read_back()).members]
 
 
 BAD_REQUESTS = {
@@ -101,8 +125,8 @@ async def test_too_many_labels_do_not_fence_the_process_that_lives() -> None:
         known = fleet.engine.core.state.roster.find("a")
         assert known is not None
         assert known.incarnation.number == learner.incarnation.number
-        granted = await fleet.membership.grant_incarnation("a", term=1)
-        assert granted.number == 2
+        (member,) = await fleet.membership.members()
+        assert member.incarnation.number == 1
 
 
 async def test_long_labels_are_cut_and_shown_in_the_status() -> None:
@@ -182,6 +206,52 @@ async def test_the_membership_failing_alone_keeps_nobody_out(
         await fleet.stub.Leave(leave)
         assert "a joins without the membership" in caplog.text
         assert "the membership does not know that the run is seeded" in caplog.text
+
+
+@pytest.mark.parametrize("heartbeats", ["before", "after"])
+async def test_a_grant_carried_out_late_fences_nobody_at_the_next_leader(heartbeats: str) -> None:
+    membership = LateMembership()
+    async with serving(membership=membership) as fleet:
+        await FakeLearner(fleet, "a").join()
+        lives = FakeLearner(fleet, "a")
+        await lives.join(request_id="another-process")
+        await lives.open()
+        await until(fleet.engine.live_incarnations)
+        if heartbeats == "before":
+            await beat(fleet.engine, membership)
+        await membership.arrive()
+        assert await membership.known() == [incarnation_from(lives.incarnation)]
+        await beat(fleet.engine, membership)
+        assert await membership.known() == [incarnation_from(lives.incarnation)]
+        membership.is_late = False
+        third = await FakeLearner(fleet, "a").join(request_id="a-third-process")
+        assert third.incarnation.number == 3
+
+
+async def test_a_number_that_the_membership_alone_knows_is_passed_and_stays_so() -> None:
+    """Else it could enter the one that was proposed above it, late, while a lower one lives."""
+    membership = LateMembership()
+    membership.server.incarnations["a"] = Incarnation(1, 9)
+    membership.is_late = False
+
+    async with serving(membership=membership) as fleet:
+        joining = FakeLearner(fleet, "a")
+        asked: list[Incarnation] = []
+
+        async def grant(learner_id: str, proposed: Incarnation) -> Incarnation:
+            asked.append(proposed)
+            if len(asked) == 2:  # the process that asks goes away meanwhile
+                raise DilocoError(Reason.DRAINING, "not now")
+            membership.is_late = len(asked) > 2
+            return await LateMembership.grant_incarnation(membership, learner_id, proposed)
+
+        membership.grant_incarnation = grant  # type: ignore[method-assign]
+        assert (await refusal(joining.join())).reason is Reason.DRAINING
+        joined = await joining.join()
+        assert asked == [Incarnation(1, 1), Incarnation(1, 10), Incarnation(1, 10)]
+        assert joined.incarnation.number == 10
+        await membership.arrive()
+        assert await membership.known() == [incarnation_from(joined.incarnation)]
 
 
 async def test_a_process_that_has_left_may_come_back_under_a_new_life() -> None:

@@ -114,6 +114,8 @@ async def test_claims_after_a_restart_are_kept_and_nothing_is_leased_before():
         other = FakeLearner(fleet, "b")
         error = await refusal(other.join(previous_incarnation=before, leases=[claim]))
         assert error.reason is Reason.LEASE_LOST
+        members = await fleet.membership.members()
+        assert [x.learner_id for x in members] == ["a"], "who is refused leaves nothing behind"
 
 
 @pytest.mark.parametrize(
