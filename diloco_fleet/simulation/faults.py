@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from diloco_fleet.simulation.kernel import CrashedError, Process, Work
 from diloco_fleet.simulation.messages import Push
+from synchronizer_server.core.lease import Role
 
 if TYPE_CHECKING:
     from diloco_fleet.simulation.learner import LearnerProcess
@@ -77,6 +78,7 @@ class Faults:
         self._backup: dict[str, Any] | None = None
         self._held_rng = random.Random(world.seed + 3)
         self._grant_rng = random.Random(world.seed + 4)
+        self._disk_rng = random.Random(world.seed + 5)
         self._push_loss = 0.0 if self.is_over else rng.choice((0.0, 0.02, 0.1))
 
     def run(self) -> Work:
@@ -90,6 +92,8 @@ class Faults:
                 yield from self._strike_learner()
             else:
                 yield from self._strike(is_early=is_early)
+                if self._disk_rng.random() < 0.04:
+                    self._lose_disk()
             is_early = False
             yield rng.uniform(0.05, 2.5)
             while self.profile is Profile.SINGLE and not world.is_healthy() and not self.is_over:
@@ -200,6 +204,23 @@ class Faults:
 
     def _fill_disk(self) -> None:
         self._full_until = self._world.kernel.now + self._rng.uniform(0.5, 3.0)
+
+    def _lose_disk(self) -> None:
+        """A standby comes back on an empty disk; who leads keeps its own, though it may die."""
+        leader = self._leader()
+        others = [node for node in self._world.nodes if node is not leader]
+        if leader.engine is None or any(n.leadership.core.role is Role.LEADING for n in others):
+            return
+        node = self._disk_rng.choice(others)
+        self._world.tally["fault_lose_disk"] += 1
+        if node.alive:
+            node.die()
+            self._later(self._length(), functools.partial(_start, node))
+        node.lose_store()
+        if self.profile is Profile.MULTI and self._disk_rng.random() < 0.5:
+            self._empty_keeper()
+            leader.die()
+            self._later(self._disk_rng.uniform(2.0, 9.0), functools.partial(_start, leader))
 
     def _hold_up(self) -> None:
         """Messages are held up for seconds, each by itself."""

@@ -71,14 +71,24 @@ class Node(Process):
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world.kernel, name)
         self.world = world
-        self.store = MemoryStore()
-        self.store_id = f"store-{name}"
-        self.in_sync = True
+        self.num_stores = 0
+        self.store: MemoryStore
+        self.store_id: str
+        self.in_sync: bool
+        self.lose_store()
         self.engine: Engine | None = None
         self.leadership: Leadership
         self.store_runner: Runner
         self.tensors_runner: Runner
         self._copy: StandbyCopy
+
+    def lose_store(self) -> None:
+        """An empty disk: another store, which never followed."""
+        self.num_stores += 1
+        self.store = MemoryStore()
+        self.store_id = f"store-{self.name}-{self.num_stores}"
+        self.in_sync = True
+        self.world.oracle.lost(self)
 
     def set_in_sync(self, in_sync: bool) -> None:
         """Kept beside the store."""

@@ -83,6 +83,10 @@ class Oracle:
         """Newest record in a store."""
         return self.lineages.tips.get(node.name)
 
+    def lost(self, node: Node) -> None:
+        """A store is empty."""
+        self.lineages.tips.pop(node.name, None)
+
     def restored(
         self, node: Node, record: RoundRecord, states: Mapping[int, FragmentState]
     ) -> None:
@@ -106,6 +110,14 @@ class Oracle:
         if record is not None:
             self.lineages.add(node.name, record, ())
             self._publish(node, (record.term, record.global_step))
+
+    def seeds(self, learner_id: str) -> None:
+        """A learner's first parameters were taken: it holds nothing that was merged."""
+        processes = [x for x in self._world.learners if x.learner_id == learner_id]
+        assert any(
+            all(version.global_step == 0 for version, _ in learner.held.values())
+            for learner in processes
+        ), f"{learner_id} seeds a run of which it holds merged versions"
 
     def persisted(
         self, engine: Engine, record: RoundRecord, states: Mapping[int, FragmentState]

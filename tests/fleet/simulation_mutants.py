@@ -43,6 +43,7 @@ FIRST_SEEDS = {
     "lineage_by_number": 90,
     "the_term_comes_from_an_emptied_keeper": 50,
     "the_seed_is_marked_before_it_is_released": 2770,
+    "an_empty_synchronizer_seeds": 300,
     "the_base_is_corrected_twice": 125,
     "the_base_is_not_corrected": 125,
     "a_held_up_write_undoes_a_later_one": 105,
@@ -73,6 +74,10 @@ MUTANTS = (
            also=((f"{CORE}.seeding",
                   "        if state.seeded or state.seed_persisting:\n"
                   "            return Reason.ALREADY_MERGED\n", ""),)),
+    Mutant("an_empty_synchronizer_seeds", f"{SHELL}.services",
+           "    if request.merged and not state.seed_forbidden:\n", "    if False:\n",
+           also=((f"{SHELL}.node", "            yield from self._check_not_lost()\n",
+                  "            pass\n"),)),
     Mutant("the_seed_is_marked_before_it_is_released", f"{SHELL}.leading",
            "        yield from self.replicas.publishable(record, states)\n"
            "        yield from self.mark_seeded()\n",
