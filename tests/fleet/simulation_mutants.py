@@ -78,7 +78,7 @@ MUTANTS = (
            "        yield from self.mark_seeded()\n",
            "        yield from self.mark_seeded()\n"
            "        yield from self.replicas.publishable(record, states)\n",
-           also=((f"{SHELL}.node", "forget=is_lost", "forget=False"),
+           also=((f"{SHELL}.node", "forget=is_forgotten", "forget=False"),
                  (f"{SHELL}.services", "        engine.store_lost.set()\n", ""))),
     Mutant("the_term_comes_from_an_emptied_keeper", f"{CORE}.lease",
            "max(self._keeper_term, self.standing.position[0], self.highest.term, self._led_term)",
@@ -121,6 +121,10 @@ MUTANTS = (
            "lambda: self._install(transfer))\n"),
     Mutant("a_held_up_write_undoes_a_later_one", f"{KEEPER}.memory_lease",
            "            if server.in_sync_revision > revision:\n", "            if False:\n"),
+    Mutant("serves_before_the_keeper_was_told", f"{CORE}.replication",
+           "        if self._keeper_has is not None or self.mode == \"off\" or not "
+           "self.expects_standby:\n",
+           "        if True:\n"),
     Mutant("a_lower_term_leads_on", f"{CORE}.lease",
            "        if self.role is Role.LEADING and holder.term > self.term:\n",
            "        if False:\n"),
