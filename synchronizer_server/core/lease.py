@@ -240,11 +240,13 @@ class LeaseCore:
         """A signed claim was heard, from the keeper, a peer or a learner."""
         if holder.leader_id == self._leader_id:
             return []  # our own word, relayed
-        # A claim of our own that we gave up stands in nobody's way: a keeper that was emptied may
-        # have granted its term again, to who leads now.
+        # A claim of our own that we gave up stands in nobody's way: in a keeper that was emptied,
+        # its term may be granted again, or the leader of an earlier one may be back. That one must
+        # hear from us that a later term has begun, or it leads on for ever and we follow ourselves.
         is_ours = self.role is Role.FOLLOWING and self.highest.leader_id == self._leader_id
-        says_more = is_ours or (holder.address and not self.highest.address)
-        if holder.term > self.highest.term or (holder.term == self.highest.term and says_more):
+        says_more = holder.address and not self.highest.address
+        is_same = holder.term == self.highest.term
+        if is_ours or holder.term > self.highest.term or (is_same and says_more):
             self.highest = holder
         if self.role is Role.LEADING and holder.term > self.term:
             return self._step_down(f"{holder.leader_id} leads in term {holder.term}")
