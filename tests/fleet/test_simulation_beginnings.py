@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from decoupled_diloco.errors import DilocoError, Reason
@@ -35,7 +37,7 @@ class Fleet:
         (self.dead,) = [node for node in world.nodes if node.engine is not None]
         self.others = [node for node in world.nodes if node is not self.dead]
 
-    def until(self, done) -> None:
+    def until(self, done: Callable[[], bool]) -> None:
         assert self.world.kernel.run(self.world.kernel.now + NEVER_S, done), self.world.describe()
 
     def point(self, node: Node, name: str) -> None:
@@ -76,7 +78,7 @@ def test_the_leader_of_before_leads_again_where_its_only_standby_dies_at_once(se
     fleet.dead.die()
     fleet.until(lambda: fleet.first_to_lead is not None)
     fleet.dead.start()
-    fleet.goes_on(fleet.dead) if fleet.dead.engine else fleet.until(lambda: fleet.dead.engine)
+    fleet.until(lambda: fleet.dead.engine is not None)
     fleet.goes_on(fleet.dead)
 
 
