@@ -85,8 +85,7 @@ async def assemble(
         before_serving: awaited once the store has begun the term, before anybody hears of it.
 
     Raises:
-        DilocoError: STORE_CORRUPT, STORE_LOST, RUN_MISMATCH, CONFIG_CONFLICT; what
-            ``before_serving`` raises.
+        DilocoError: STORE_CORRUPT, STORE_LOST, RUN_MISMATCH, CONFIG_CONFLICT.
     """
     check_codecs(settings)
     store, membership = outside.store, outside.membership

@@ -281,7 +281,7 @@ class LeaseCore:
             # It publishes with our acknowledgement: a bid would only fence a healthy leader.
             self.why_waiting = "the leader lost its lease, but its records still come"
             return []
-        if now < self._back_until and seen.in_sync != {self._store_id}:
+        if now < self._back_until and seen.in_sync != frozenset({self._store_id}):
             self.why_waiting = f"lets another store in sync lead: {self._back_reason}"
             self._next_at = min(self._next_at, self._back_until)
             return []
@@ -325,7 +325,7 @@ class LeaseCore:
             self.why_waiting = f"term {seen.holder.term} is over; its lease runs out"
             return []
         self.role, self.term = Role.LEADING, seen.holder.term
-        self.is_alone = seen.in_sync == {self._store_id}
+        self.is_alone = seen.in_sync == frozenset({self._store_id})
         self.why_waiting = f"begins term {self.term}"
         self._led_term = self.term
         self.highest = seen.holder
