@@ -79,7 +79,10 @@ MUTANTS = (
            "        yield from self.mark_seeded()\n"
            "        yield from self.replicas.publishable(record, states)\n",
            also=((f"{SHELL}.node", "forget=is_forgotten", "forget=False"),
-                 (f"{SHELL}.services", "        engine.store_lost.set()\n", ""))),
+                 (f"{SHELL}.services", "        engine.store_lost.set()\n", ""),
+                 (f"{KEEPER}.memory_lease",
+                  "(standby_id,) if server.in_sync is None else server.in_sync",
+                  "(standby_id,)"))),
     Mutant("the_term_comes_from_an_emptied_keeper", f"{CORE}.lease",
            "max(self._keeper_term, self.standing.position[0], self.highest.term, self._led_term)",
            "self._keeper_term",
