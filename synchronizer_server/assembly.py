@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +72,7 @@ async def assemble(
     max_staged_bytes: int,
     claim: Claim | None = None,
     replicas: Replicas | None = None,
+    before_serving: Callable[[], Awaitable[None]] | None = None,
 ) -> Assembled:
     """Builds a synchronizer; goes on where the store left off.
 
@@ -81,6 +82,7 @@ async def assemble(
         max_staged_bytes: bound on pushes under way.
         claim: our claim of leadership, whose term begins; None where nobody else could lead.
         replicas: our standbys; None as above.
+        before_serving: awaited once the store has begun the term, before anybody hears of it.
 
     Raises:
         DilocoError: STORE_CORRUPT, STORE_LOST, RUN_MISMATCH, CONFIG_CONFLICT.
@@ -118,6 +120,8 @@ async def assemble(
     await outside.store_runner.submit(lambda: _begin_term(engine, store, loaded, restored))
     _start(engine, store, loaded)
     engine.snapshots.start(await outside.store_runner.submit(store.snapshots))
+    if before_serving is not None:
+        await before_serving()
     if loaded is not None:
         await engine.rounds.mark_seeded()  # it may have been away when the run was seeded
     return Assembled(engine=engine, joins=JoinDesk(engine, store))

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from decoupled_diloco.errors import DilocoError
+from decoupled_diloco.errors import DilocoError, Reason
 from synchronizer_server.core import replication
 from synchronizer_server.core.replication import ReplicationCore
 from synchronizer_server.leadership import Leadership
@@ -53,18 +53,57 @@ class PublishGate:
         leadership.revision = lambda: core.revision
         leadership.on_lease = self._on_lease
 
+    async def begin(self) -> None:
+        """Waits until what our store holds may be served in this term, which it has begun.
+
+        Raises:
+            DilocoError: NOT_LEADING where the lease was lost before.
+        """
+        self._do(self.core.begin(lease_held=self._leadership.holds(), now=self._clock()))
+        try:
+            while not self.core.begun:
+                await self._pass()
+                self._check_beginning()
+            self._check_leads()
+        except BaseException:
+            self._cancel_writes()
+            raise
+
+    def _check_beginning(self) -> None:
+        """Nobody is kept waiting by a process that cannot reach the keeper."""
+        self._check_leads()
+        if self.core.begun or self.core.is_writing:
+            return
+        why = f"term {self._claim.term} begins once the keeper of the lease confirms who is in sync"
+        if not self._leadership.holds() and self.core.mode == "one":
+            raise DilocoError(Reason.NOT_LEADING, f"the lease ran out: {why}")
+        self._leadership.waits(why)
+
+    def _check_leads(self) -> None:
+        if not self._leadership.core.leads(self._claim.term):
+            raise DilocoError(
+                Reason.NOT_LEADING, f"term {self._claim.term} was over before it began"
+            )
+
     async def run(self) -> None:
         """Lets time pass for the core; runs until cancelled."""
         try:
             while True:
-                self._advance()
-                changed = self._changed
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._delay_s()):
-                        await changed.wait()
+                await self._pass()
         finally:
-            for task in self._writes:
-                task.cancel()
+            self._cancel_writes()
+
+    async def _pass(self) -> None:
+        """Until something has changed, or is due."""
+        self._advance()
+        changed = self._changed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._delay_s()):
+                await changed.wait()
+
+    def _cancel_writes(self) -> None:
+        for task in self._writes:
+            task.cancel()
 
     def _delay_s(self) -> float | None:
         now = self._clock()

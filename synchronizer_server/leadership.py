@@ -123,6 +123,15 @@ class Leadership:
         """How long the lease is ours still, seconds."""
         return max(self.core.held_until - self._clock(), 0.0) if self.holds() else 0.0
 
+    def cannot_begin(self, reason: str) -> None:
+        """The term that was won could not be begun; what follows is `give_up`."""
+        self.core.stand_back(reason, self._clock())
+
+    def waits(self, why: str) -> None:
+        """Says why the term that was won is not served yet."""
+        self.core.why_waiting = why
+        self._says.log("leadership", why, level=logging.WARNING)
+
     async def changed(self) -> None:
         """Waits until anything about leadership was heard or decided."""
         await self._changed.wait()

@@ -17,6 +17,7 @@ from synchronizer_server.core import events as ev
 from synchronizer_server.core.lease import Role
 from synchronizer_server.election import Election
 from synchronizer_server.heartbeats import run_heartbeats
+from synchronizer_server.leadership import Leadership
 from synchronizer_server.replicas import Replicas
 from synchronizer_server.service.admin import AdminService
 from synchronizer_server.service.switchboard import Switchboard
@@ -109,10 +110,7 @@ class Node:
             if election is None:
                 raise
             logger.error("cannot lead: %s", error)
-            # Until a leader has filled the store; another synchronizer may have all of it.
-            election.leadership.core.standing.may_lead = error.reason is not Reason.STORE_LOST
-            is_lost = error.reason is Reason.STORE_LOST
-            await election.leadership.give_up(error.message, forget=is_lost)
+            await _cannot_begin(election.leadership, error)
             await asyncio.sleep(_RETRY_S)
             return
         if election is not None:
@@ -143,12 +141,21 @@ class Node:
             await election.leadership.give_up(why, forget=True)
 
     async def _begin(self, claim: Claim | None, election: Election | None) -> Assembled:
+        replicas = None if election is None else self._replicas(election)
+
+        async def before_serving() -> None:
+            if election is not None and replicas is not None:
+                identity = election.identity
+                await self._outside.store_runner.submit(lambda: identity.set_in_sync(True))
+                await replicas.gate.begin()
+
         assembled = await assemble(
             self._run,
             self._outside,
             max_staged_bytes=self._settings.max_staged_mb << 20,
             claim=claim,
-            replicas=None if election is None else self._replicas(election),
+            replicas=replicas,
+            before_serving=before_serving,
         )
         engine = assembled.engine
         parts = engine.parts
@@ -158,8 +165,6 @@ class Node:
             parts.replicas.gate.on_hold = lambda reason, detail: _ignore(
                 engine.handle(ev.RoundHeld(reason=reason, detail=detail))
             )
-            # Before anything runs beside: where this fails, nobody would end it.
-            await self._outside.store_runner.submit(lambda: election.identity.set_in_sync(True))
             engine.spawn(parts.replicas.run())
         engine.spawn(engine.run_timer())
         engine.spawn(run_heartbeats(engine, self._outside.membership))
@@ -211,6 +216,15 @@ class Node:
             leader_id=claim.leader_id if claim else "",
             addresses=",".join(addresses),
         )
+
+
+async def _cannot_begin(leadership: Leadership, error: DilocoError) -> None:
+    """Gives a term back that could not be begun: another synchronizer may have all the rounds."""
+    is_lost = error.reason is Reason.STORE_LOST
+    leadership.core.standing.may_lead = not is_lost  # until a leader has filled the store
+    leadership.cannot_begin(f"{error.reason}: {error.message}")
+    # Whom an earlier leader named is in sync, whatever was lost here.
+    await leadership.give_up(error.message, forget=is_lost and leadership.core.is_alone)
 
 
 async def _first_of(*works: Awaitable[object]) -> None:

@@ -13,6 +13,7 @@ from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.v1 import admin_pb2 as pb
 from decoupled_diloco.wire import held_to
 from synchronizer_server.assembly import Outside
+from synchronizer_server.core.lease import Role
 from synchronizer_server.election import Election
 from synchronizer_server.replication.follower import Follower
 from synchronizer_server.settings import ServerSettings
@@ -136,6 +137,7 @@ class StandbyCopy:
         follower, leadership = self._follower, self._election.leadership
         claim, record = leadership.highest_claim, self._follower.record
         term, global_step = follower.persisted or (0, 0)
+        is_following = leadership.core.role is Role.FOLLOWING
         return pb.GetStatusResponse(
             run_id=self._run.run_id,
             claim=None if claim is None else claim.to_proto(),
@@ -147,7 +149,9 @@ class StandbyCopy:
             quorum=self._run.quorum,
             waits=[
                 pb.Wait(
-                    subject="leadership", reason="following", detail=leadership.core.why_waiting
+                    subject="leadership",
+                    reason="following" if is_following else "beginning",
+                    detail=leadership.core.why_waiting,
                 )
             ],
             versions=held_to(dict(enumerate(record.versions))) if record is not None else [],

@@ -148,9 +148,11 @@ class Node(Process):
             engine = yield from self._begin(claim)
         except DilocoError as error:
             self.world.tally[f"cannot_lead_{error.reason}"] += 1
-            self.leadership.core.standing.may_lead = error.reason is not Reason.STORE_LOST
             is_lost = error.reason is Reason.STORE_LOST
-            yield from self.leadership.give_up(error.message, forget=is_lost)
+            self.leadership.core.standing.may_lead = not is_lost
+            self.leadership.core.stand_back(error.message, self.kernel.now)
+            is_forgotten = is_lost and self.leadership.core.is_alone
+            yield from self.leadership.give_up(error.message, forget=is_forgotten)
             yield _RETRY_S
             return
         self.engine = engine
@@ -194,11 +196,14 @@ class Node(Process):
             description = store.read_run()
             assert description is not None, "a record belongs to a run"
             replicas.start(description, record, states)
+        yield self.store_runner.submit("identity", lambda: self.set_in_sync(True))
+        yield from replicas.gate.begin()
+        world.oracle.serves(self, record)
+        if record is not None:
             yield from engine.mark_seeded()
         replicas.gate.on_hold = lambda reason, detail: self._on_hold(engine, reason, detail)
         engine.spawn(replicas.gate.run())
         engine.spawn(replicas.run())
-        yield self.store_runner.submit("identity", lambda: self.set_in_sync(True))
         engine.spawn(engine.run_timer())
         engine.spawn(engine.run_heartbeats())
         return engine
@@ -209,6 +214,8 @@ class Node(Process):
         engine.handle(ev.RoundHeld(reason=reason, detail=detail))
 
     def _begin_term(self, engine: Engine, record: RoundRecord | None) -> None:
+        if record is not None and self.world.faults.disk_is_full(self):
+            raise DilocoError(Reason.DISK_FULL, "no room")
         before = self.world.oracle.tip_of(self)
         self.store.begin_term(engine.claim.term, record)
         self.world.oracle.began(self, record, before)

@@ -96,10 +96,7 @@ class Oracle:
         self._world.tally["restores"] += 1
 
     def began(self, node: Node, record: RoundRecord | None, before: Key | None) -> None:
-        """A term began in a store, with the record that it takes over: watchers get it.
-
-        No term begins twice.
-        """
+        """A term began in a store, with the record that it takes over; no term begins twice."""
         claim = node.leadership.claim()
         term = claim.term if record is None else record.term
         known = self._terms.setdefault(term, claim.leader_id)
@@ -109,6 +106,11 @@ class Oracle:
         assert (record is None) == (before is None), "a term begins beside what is there"
         if record is not None:
             self.lineages.add(node.name, record, ())
+
+    def serves(self, node: Node, record: RoundRecord | None) -> None:
+        """A term that has begun is served from now on: watchers get what it took over."""
+        self._world.tally["terms_served"] += 1
+        if record is not None:
             self._publish(node, (record.term, record.global_step))
 
     def seeds(self, learner_id: str) -> None:

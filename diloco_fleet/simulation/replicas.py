@@ -80,11 +80,36 @@ class Gate:
         node.leadership.revision = lambda: core.revision
         node.leadership.on_lease = self._on_lease
 
+    def begin(self) -> Work:
+        """Waits until what our store holds may be served in this term, which it has begun."""
+        held, now = self._leadership.holds(), self._node.kernel.now
+        self._do(self.core.begin(lease_held=held, now=now))
+        while not self.core.begun:
+            yield from self._pass()
+            self._check_beginning()
+        self._check_leads()
+
+    def _check_beginning(self) -> None:
+        self._check_leads()
+        if self.core.begun or self.core.is_writing:
+            return
+        why = f"term {self._claim.term} begins once the keeper of the lease confirms who is in sync"
+        if not self._leadership.holds() and self.core.mode == "one":
+            raise DilocoError(Reason.NOT_LEADING, f"the lease ran out: {why}")
+        self._leadership.core.why_waiting = why
+
+    def _check_leads(self) -> None:
+        if not self._leadership.core.leads(self._claim.term):
+            raise DilocoError(Reason.NOT_LEADING, "the term was over before it began")
+
     def run(self) -> Work:
         """Lets time pass for the core."""
         while True:
-            self._advance()
-            yield Either((self._changed,), self._delay_s())
+            yield from self._pass()
+
+    def _pass(self) -> Work:
+        self._advance()
+        yield Either((self._changed,), self._delay_s())
 
     def _delay_s(self) -> float | None:
         now = self._node.kernel.now

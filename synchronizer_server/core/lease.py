@@ -143,6 +143,15 @@ class LeaseCore:
         timeout_s: time-out of the lease.
         num_peers: other synchronizers of the run that are configured.
         now: seconds of a monotonic clock.
+
+    Attributes:
+        standing: what a bid depends on; kept up to date by who drives.
+        role: what we do.
+        term: the term that we lead, or led last.
+        highest: the claim of the highest term that was heard.
+        held_until: until when the lease is ours for sure, seconds.
+        why_waiting: why we do not lead, or do not serve our term yet.
+        is_alone: whether our store alone was in sync when our term was granted.
     """
 
     def __init__(
@@ -162,6 +171,8 @@ class LeaseCore:
         self._empty_since: float | None = None
         self._peers: tuple[Peer, ...] | None = None
         self._keeper_term = 0
+        self._back_until, self._back_reason = now, ""
+        self.is_alone = False
         self._next_at = now
         self._asking_since: float | None = None
 
@@ -229,11 +240,13 @@ class LeaseCore:
         """A signed claim was heard, from the keeper, a peer or a learner."""
         if holder.leader_id == self._leader_id:
             return []  # our own word, relayed
-        # A claim of our own that we gave up stands in nobody's way: a keeper that was emptied may
-        # have granted its term again, to who leads now.
+        # A claim of our own that we gave up stands in nobody's way: in a keeper that was emptied,
+        # its term may be granted again, or the leader of an earlier one may be back. That one must
+        # hear from us that a later term has begun, or it leads on for ever and we follow ourselves.
         is_ours = self.role is Role.FOLLOWING and self.highest.leader_id == self._leader_id
-        says_more = is_ours or (holder.address and not self.highest.address)
-        if holder.term > self.highest.term or (holder.term == self.highest.term and says_more):
+        says_more = holder.address and not self.highest.address
+        is_same = holder.term == self.highest.term
+        if is_ours or holder.term > self.highest.term or (is_same and says_more):
             self.highest = holder
         if self.role is Role.LEADING and holder.term > self.term:
             return self._step_down(f"{holder.leader_id} leads in term {holder.term}")
@@ -241,6 +254,15 @@ class LeaseCore:
             # Nobody can tell the two apart by their term: whoever bids next takes a higher one.
             return self._step_down(f"{holder.leader_id} claims term {holder.term}, too")
         return []
+
+    def stand_back(self, reason: str, now: float) -> None:
+        """A term could not be begun here: for one time-out, others in sync have their turn."""
+        if self._num_peers:
+            self._back_until, self._back_reason = now + self._timeout_s, reason
+
+    def leads(self, term: int) -> bool:
+        """Whether we lead this very term."""
+        return self.role is Role.LEADING and self.term == term
 
     def step_down(self, reason: str) -> list[Effect]:
         """The process cannot lead on."""
@@ -258,6 +280,10 @@ class LeaseCore:
         if heard_at is not None and now < heard_at + self._timeout_s:
             # It publishes with our acknowledgement: a bid would only fence a healthy leader.
             self.why_waiting = "the leader lost its lease, but its records still come"
+            return []
+        if now < self._back_until and seen.in_sync != frozenset({self._store_id}):
+            self.why_waiting = f"lets another store in sync lead: {self._back_reason}"
+            self._next_at = min(self._next_at, self._back_until)
             return []
         if seen.in_sync is None:
             return self._bid_on_empty(now)
@@ -299,6 +325,8 @@ class LeaseCore:
             self.why_waiting = f"term {seen.holder.term} is over; its lease runs out"
             return []
         self.role, self.term = Role.LEADING, seen.holder.term
+        self.is_alone = seen.in_sync == frozenset({self._store_id})
+        self.why_waiting = f"begins term {self.term}"
         self._led_term = self.term
         self.highest = seen.holder
         self.held_until = seen.asked_at + self._timeout_s

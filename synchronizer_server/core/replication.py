@@ -7,6 +7,11 @@ its acknowledgement, the keeper of the lease is told first that it is in sync no
 `may_be_in_sync` is the heart: every store that the keeper may still name. An id enters it before
 the keeper is asked to add it, and leaves it only once the keeper has confirmed a set without it,
 so an answer that was lost on the way never lets a stale standby lead.
+
+A term begins with the list of the one before. Our store may hold a round that nobody published and
+that others in the list lack, so nothing of it is served before the keeper has confirmed a list of
+this term; and the keeper is told only once our store has begun the term: where it cannot, the
+others may still lead.
 """
 
 from __future__ import annotations
@@ -99,6 +104,7 @@ class ReplicationCore:
         may_be_in_sync: see the module; our own id is never in it.
         num_unsafe: rounds released that a take-over could lose.
         told: what each standby was last told: whether it is in sync.
+        begun: whether what our store holds may be served.
     """
 
     mode: str
@@ -111,6 +117,8 @@ class ReplicationCore:
     may_be_in_sync: set[str] = field(default_factory=set)
     num_unsafe: int = 0
     told: dict[str, bool] = field(default_factory=dict)
+    begun: bool = False
+    _begins_since: float | None = None
     _keeper_has: frozenset[str] | None = None
     _writing: frozenset[str] | None = None
     _revision: int = 0
@@ -120,6 +128,11 @@ class ReplicationCore:
     _hold: str = ""
 
     # -- events ----------------------------------------------------------------------------------
+
+    def begin(self, *, lease_held: bool, now: float) -> list[Effect]:
+        """Our store has begun the term; it is served from `begun` on."""
+        self._begins_since = now
+        return self.advance(lease_held=lease_held, now=now)
 
     def connected(self, standby_id: str, *, lease_held: bool, now: float) -> list[Effect]:
         """A standby's stream is open; what it lacks is on its way."""
@@ -179,6 +192,8 @@ class ReplicationCore:
 
     def advance(self, *, lease_held: bool, now: float) -> list[Effect]:
         """Moves on as far as it goes; call it also at `wake_at` and when the lease changes."""
+        if self._begins_since is None:
+            return []
         effects: list[Effect] = []
         self._note_debts(now)
         wanted = self._wanted(now)
@@ -187,6 +202,7 @@ class ReplicationCore:
             self._writing = wanted
             self._revision += 1
             effects.append(WriteInSync(wanted, self._revision))
+        self.begun = self.begun or self._may_begin(self._begins_since, now)
         effects += self._release(lease_held=lease_held, now=now)
         effects += self._tell()
         return effects
@@ -202,12 +218,19 @@ class ReplicationCore:
             times.append(self._retry_at)
         if self._waiting is not None:
             times.append(self._waiting_since + self.ack_timeout_s)
+        if self._begins_since is not None and not self.begun:
+            times.append(self._begins_since + self.ack_timeout_s)
         return min((at for at in times if at > now), default=None)
 
     @property
     def revision(self) -> int:
         """Number of the newest `WriteInSync` of this term; 0 before the first."""
         return self._revision
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the keeper has been told something and has not answered."""
+        return self._writing is not None
 
     @property
     def lag(self) -> int:
@@ -269,6 +292,11 @@ class ReplicationCore:
                 self.told[standby.standby_id] = is_in
                 effects.append(TellStandby(standby.standby_id, is_in))
         return effects
+
+    def _may_begin(self, since: float, now: float) -> bool:
+        if self._keeper_has is not None or self.mode == "off" or not self.expects_standby:
+            return True
+        return self.mode == "one-or-degrade" and now >= since + self.ack_timeout_s
 
     # -- the waiting round -----------------------------------------------------------------------
 

@@ -46,8 +46,10 @@ class LeaseKeeper(Protocol):
         """Takes the lease, if it may: nobody else holds it, ``claim.term`` is above the keeper's
         term, and ``standby_id`` is in ``in_sync`` or the keeper knows nothing of this run.
 
-        Taking it sets the term to the claim's and ``in_sync`` to ``standby_id`` alone: a leader
-        serves what its store holds at once, and another one may lack the newest of it. Asking
+        Taking it sets the term to the claim's and keeps ``in_sync``, as revision 0 of that term:
+        who is named there may lead where the new holder cannot even begin. Before it serves what
+        its store holds, of which others may lack the newest, it says with ``set_in_sync`` who is
+        in sync now. A keeper that knows nothing names ``standby_id`` alone from here on. Asking
         again with a claim that holds the lease already renews it.
 
         Returns:

@@ -82,7 +82,7 @@ if mine and term <= claimed then
   take()
 elseif not held and term < claimed and may then
   take()
-  write(cjson.encode({ARGV[7]}), 0)
+  write(redis.call('GET', KEYS[3]) or cjson.encode({ARGV[7]}), 0)
 end
 return view()
 """

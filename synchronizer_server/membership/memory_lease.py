@@ -27,7 +27,8 @@ class MemoryLease(MemoryUser):
                 _take(server, claim, address, timeout_s)
             elif held is None and server.term < claim.term and _may_follow(server, standby_id):
                 _take(server, claim, address, timeout_s)
-                _write(server, claim, (standby_id,), 0)
+                named = (standby_id,) if server.in_sync is None else server.in_sync
+                _write(server, claim, named, 0)
             return _view(server)
 
     async def renew(

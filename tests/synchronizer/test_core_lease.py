@@ -214,3 +214,41 @@ def test_who_was_granted_a_term_that_it_gave_up_follows_whoever_leads_it_now():
     other = Holder(term=3, leader_id=OTHER, address="b:1")
     core.seen(seen(other, term=3, in_sync={"other-store"}, at=1.0), 1.0)
     assert core.leader == other
+
+
+def test_a_leader_of_an_earlier_term_that_an_emptied_keeper_believes_is_told_not_ignored():
+    """Whoever was deposed by it asks it, not itself; it then hears of the later term."""
+    core = leading(term=3)
+    earlier = Holder(term=2, leader_id=OTHER, address="b:1")
+    (effect,) = core.seen(seen(earlier, term=2, in_sync={"other-store"}), 5.0)
+    assert isinstance(effect, StepDown)
+    core.seen(seen(earlier, term=2, in_sync={"other-store"}), 6.0)
+    assert core.leader == earlier
+    assert core.seen(seen(None, term=2, in_sync={"mine"}), 9.0) == [Bid(4)], "no term is led twice"
+
+
+def test_who_cannot_begin_lets_others_in_sync_go_first_for_one_time_out():
+    core = leading(3)
+    core.stand_back("DISK_FULL: no room", 10.0)
+    core.step_down("no room")
+    view = seen(term=3, in_sync={"mine", "other-store"})
+    assert core.seen(view, 10.0) == []
+    assert core.seen(view, 10.0 + TIMEOUT_S - 0.01) == []
+    assert "lets another store in sync lead: DISK_FULL" in core.why_waiting
+    assert core.wake_at() == 10.0 + TIMEOUT_S
+    assert core.seen(view, 10.0 + TIMEOUT_S) == [Bid(4)], "the others do not lead"
+
+
+@pytest.mark.parametrize(("num_peers", "others"), [(0, {"other-store"}), (1, set())])
+def test_who_cannot_begin_bids_again_where_nobody_else_could(num_peers: int, others: set[str]):
+    core = make(num_peers=num_peers)
+    core.stand_back("no room", 10.0)
+    assert core.seen(seen(term=3, in_sync={"mine", *others}), 10.0) == [Bid(4)]
+
+
+def test_the_keeper_said_at_the_grant_whether_nobody_else_was_in_sync():
+    for others in (set(), {"other-store"}):
+        core = make()
+        ours = Holder(term=3, leader_id=ME)
+        core.seen(seen(ours, term=3, in_sync={"mine", *others}), 0.0)
+        assert core.is_alone is not bool(others)

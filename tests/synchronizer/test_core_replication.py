@@ -33,7 +33,7 @@ def released(effects: list[Effect]) -> list[Release]:
 def alone(mode: str = "one") -> ReplicationCore:
     """A leader whose keeper has confirmed that nobody else is in sync."""
     core = make(mode)
-    assert writes(core.advance(lease_held=True, now=0.0)) == [{ME}]
+    assert writes(core.begin(lease_held=True, now=0.0)) == [{ME}]
     core.written({ME}, True, lease_held=True, now=0.0)
     return core
 
@@ -126,6 +126,8 @@ def test_without_standby_and_without_lease_it_pauses_until_the_lease_is_back():
 
 def test_a_run_without_standbys_never_waits():
     core = make(expects_standby=False)
+    core.begin(lease_held=False, now=0.0)
+    assert core.begun
     assert released(core.persisted(11, lease_held=False, now=0.0)) == [Release(11, True, False)]
 
 
@@ -189,3 +191,45 @@ def test_standbys_that_come_and_never_return_are_forgotten():
     assert set(core.standbys) == {S, "stranger-999"}
     assert len(core.told) <= len(core.standbys)
     assert core.may_be_in_sync == {S}, "no keeper has confirmed that it is out"
+
+
+def test_the_keeper_is_told_nothing_before_the_store_has_begun_the_term():
+    """Whoever was in sync before may lead where our store cannot begin."""
+    core = make()
+    core.keeper_said({ME, S})
+    assert core.advance(lease_held=True, now=0.0) == []
+    assert core.may_be_in_sync == {S}, "the keeper names it still"
+    assert not core.begun
+
+
+def test_a_term_is_served_once_the_keeper_has_confirmed_a_list_of_it():
+    core = make()
+    core.keeper_said({ME, S})
+    (write,) = core.begin(lease_held=True, now=0.0)
+    assert write == WriteInSync(frozenset({ME}), 1)
+    assert core.is_writing
+    for answer, at in ((None, 1.0), (False, 3.0)):
+        core.written({ME}, answer, lease_held=True, now=at)
+        assert not core.begun, "an answer that was lost, and a refusal, prove nothing"
+        assert core.may_be_in_sync == {S}
+        assert core.wake_at(at) == at + ACK_S / 4
+        assert writes(core.advance(lease_held=True, now=at + ACK_S / 4)) == [{ME}]
+    core.written({ME}, True, lease_held=False, now=100.0)
+    assert core.begun, "with the lease or without: nobody else may take over"
+    assert core.may_be_in_sync == set()
+    core.keeper_said(None)
+    core.advance(lease_held=True, now=101.0)
+    assert core.begun, "what is seen already stays so"
+
+
+def test_off_begins_at_once_and_one_or_degrade_after_the_time_of_an_acknowledgement():
+    core = make("off")
+    core.begin(lease_held=False, now=0.0)
+    assert core.begun
+    core = make("one-or-degrade")
+    core.begin(lease_held=True, now=1.0)
+    core.written({ME}, None, lease_held=False, now=1.0 + 0.9 * ACK_S)
+    assert not core.begun
+    assert core.wake_at(1.0 + 0.9 * ACK_S) == 1.0 + ACK_S
+    core.advance(lease_held=False, now=1.0 + ACK_S)
+    assert core.begun

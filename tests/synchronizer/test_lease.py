@@ -103,6 +103,28 @@ async def test_only_a_standby_in_sync_follows_and_only_with_a_higher_term(keeper
     assert (view.holder, view.term, view.in_sync) == (second, 9, {"b"})
 
 
+async def test_taking_over_keeps_who_is_in_sync_until_the_new_holder_says_otherwise(
+    keeper: Keeper,
+) -> None:
+    """Where it dies before it has begun its term, another one that is named leads."""
+    first = claim_of(keeper, 1)
+    await take(keeper.lease(), first)
+    await keeper.lease().set_in_sync(first, ["a", "b", "c"], revision=17)
+    await keeper.lease().release(first)
+    dies = claim_of(keeper, 2, "b")
+    view = await take(keeper.lease(), dies)
+    assert (view.holder, view.term, view.in_sync) == (dies, 2, {"a", "b", "c"})
+    assert not await keeper.lease().set_in_sync(first, ["a"], revision=18), "a term that is over"
+    keeper.run_out()
+    third = claim_of(keeper, 3, "c")
+    assert (await take(keeper.lease(), third)).holder == third
+    assert not await keeper.lease().set_in_sync(dies, ["b"], revision=1)
+    assert await keeper.lease().set_in_sync(third, ["c"], revision=1), "numbers begin anew"
+    assert (await keeper.lease().read()).in_sync == {"c"}
+    keeper.run_out()
+    assert (await take(keeper.lease(), claim_of(keeper, 4, "b"))).holder is None
+
+
 async def test_the_standby_id_need_not_be_the_leader_id(keeper: Keeper) -> None:
     first = claim_of(keeper, 1)
     await take(keeper.lease(), first)
