@@ -20,7 +20,7 @@ from synchronizer_server.convert import check_id, check_tensors
 from synchronizer_server.core import events as ev
 from synchronizer_server.core.roster import LearnerState
 from synchronizer_server.engine import Engine
-from synchronizer_server.service.data import leases_from, previous_from
+from synchronizer_server.service.data import leases_from, previous_from, snapshot_from
 from synchronizer_server.service.identity import require_current
 from synchronizer_server.store.base import RoundStore, RunDescription
 from synchronizer_server.tensors import TensorBook
@@ -215,7 +215,13 @@ class JoinDesk:
         incarnation = await self._grant_incarnation(
             learner_id, known.incarnation.number if known is not None else 0
         )
-        why = engine.core.lease_refusal(learner_id, previous, claims, engine.parts.clock())
+        why = engine.core.lease_refusal(
+            learner_id,
+            previous,
+            claims,
+            engine.parts.clock(),
+            snapshot=snapshot_from(request),
+        )
         if why is not None:
             raise DilocoError(
                 Reason.LEASE_LOST,

@@ -9,7 +9,8 @@ from learner_kit import make_learner, make_model, make_settings, train
 from scripted_synchronizer import ScriptedSynchronizer
 
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
-from learner_client.data import Lease, LeasedData, Progress, epoch_order
+from learner_client.data import LeasedData, epoch_order
+from learner_client.leases import Lease, Progress
 
 SETTINGS = {"data_mode": "leases", "data_length": 20, "data_lease_length": 4}
 
