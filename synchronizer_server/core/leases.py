@@ -277,7 +277,8 @@ class DataLeases:
         ahead = claim.lease_id - self._next_lease_id
         longest = self._lease_length << _MOST_DOUBLED
         longest = min(longest, self._length) if self._length else longest
-        is_near = ahead < MAX_CLAIM_AHEAD and claim.where.num_samples <= longest
+        is_within = not self._length or claim.where.stop <= self._length
+        is_near = ahead < MAX_CLAIM_AHEAD and claim.where.num_samples <= longest and is_within
         is_near = is_near and self._free.ahead(claim.where) <= MAX_CLAIM_AHEAD * longest
         if may_claim and is_near and len(free) == 1:
             return None
