@@ -36,6 +36,8 @@ class Admission:
         self._link = link
         self._search = search
         self._saved = saved
+        if saved is not None and saved.leases is not None:
+            link.exchange.data.restore(saved.leases)
         self._request_id = f"{link.runtime.rng.getrandbits(128):032x}"
 
     async def relay(self, calls: Transport, held: dict[int, Version]) -> None:
@@ -76,6 +78,13 @@ class Admission:
     def _request(self, held: dict[int, Version]) -> synchronizer_pb2.JoinRequest:
         link = self._link
         before, layout = link.exchange.grant, link.exchange.layout
+        claims = link.exchange.data.claims
+        snapshot, previous = "", None if before is None else before.incarnation
+        saved = self._saved
+        if before is None and saved is not None and claims:
+            assert saved.cut is not None, "restored from a part of a snapshot"
+            assert saved.leases is not None, "it has them"
+            snapshot, previous = str(saved.cut.name), saved.leases.incarnation
         return synchronizer_pb2.JoinRequest(
             protocol_version=PROTOCOL_VERSION,
             run_id=link.identity.run_id or ("" if before is None else before.settings.run_id),
@@ -85,15 +94,16 @@ class Admission:
             tensors=tensors_to(link.parameters.tensors),
             held=held_to(held),
             clock=link.clock(),
-            previous_incarnation=(None if before is None else incarnation_to(before.incarnation)),
+            previous_incarnation=None if previous is None else incarnation_to(previous),
             claim=self._search.claim,
             labels=link.identity.labels,
             leases=[
                 synchronizer_pb2.DataLease(
                     lease_id=x.lease_id, epoch=x.epoch, start=x.start, stop=x.stop
                 )
-                for x in link.exchange.data.claims
+                for x in claims
             ],
+            snapshot=snapshot,
             shard=None if before is None else before.shard,
         )
 

@@ -10,9 +10,9 @@ from typing import Final
 from decoupled_diloco.layout import Layout
 from decoupled_diloco.settings import RunSettings
 from learner_client.checkpoint import Cut, SavedState
-from learner_client.data import Progress
 from learner_client.exchange import Exchange
 from learner_client.grants import Update
+from learner_client.leases import Progress, SavedLeases
 from learner_client.parameters import Parameters
 from learner_client.training_state import TrainingState
 
@@ -112,7 +112,14 @@ class Boundary:
             counters=core.counters if cut is None else core.counters.without_acceptances(),
             published={p: (versions[p], bases[p]) for p in versions},
             cut=cut,
+            leases=self._saved_leases() if cut is not None else None,
         )
+
+    def _saved_leases(self) -> SavedLeases | None:
+        grant = self._exchange.grant
+        if grant is None or grant.settings.data_mode != "leases":
+            return None
+        return self._exchange.data.saved(grant.incarnation)
 
     def adopt(self, *, until: Callable[[], bool]) -> None:
         """Makes the model the published copy, with what is on its way until then."""
@@ -124,8 +131,9 @@ class Boundary:
 
     def go_on(self, saved: SavedState, settings: RunSettings) -> None:
         """Goes on within the boundary at which a state was saved."""
-        if settings.data_mode == "leases":
-            # The samples behind its local progress went to others when that life ended.
+        is_void = saved.leases is None or self._exchange.is_void(Progress())
+        if settings.data_mode == "leases" and is_void:
+            # The samples behind its local progress go, or went, to others.
             self.write_published()
             self._exchange.discarded()
         if saved.cut is not None:
@@ -139,7 +147,7 @@ class Boundary:
             loss=None,
             step_s=0.0,
             overhead_s=0.0,
-            progress=Progress(),
+            progress=self._exchange.data.progress,
         )
 
     def _record(self, cut: Cut, capture: Callable[[], TrainingState]) -> bool:

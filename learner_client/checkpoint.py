@@ -13,6 +13,7 @@ from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.snapshots import SnapshotName
 from decoupled_diloco.versions import DIGEST_BYTES, Version, digest_of
 from learner_client.core.counters import Counters, Totals
+from learner_client.leases import SavedLeases, saved_leases_from
 
 _FORMAT: Final = 1
 
@@ -40,6 +41,7 @@ class SavedState:
         counters: steps and tokens, and where each fragment's counters start.
         published: version and published copy (fp32, CPU) applied last, by fragment.
         cut: the snapshot that it is a part of; None where it was saved between two steps.
+        leases: with a cut, the data that was on lease; None where the run leases none.
     """
 
     fingerprint: str
@@ -47,6 +49,7 @@ class SavedState:
     counters: Counters
     published: dict[int, tuple[Version, torch.Tensor]]
     cut: Cut | None = None
+    leases: SavedLeases | None = None
 
     def to_dict(self) -> dict[str, torch.Tensor]:
         """Tensors by name; none shares memory with another one."""
@@ -66,6 +69,8 @@ class SavedState:
         if self.cut is not None:
             name = self.cut.name
             state["cut"] = torch.tensor([name.term, name.global_step, self.cut.num_tokens])
+        if self.leases is not None:
+            state["leases"] = self.leases.to_tensor()
         for p in sorted(self.published):
             state[f"published.{p}"] = self.published[p][1].clone()
         return state
@@ -108,6 +113,8 @@ def _read(state: Mapping[str, torch.Tensor]) -> SavedState:
     fingerprint = bytes(state["fingerprint"].tolist())
     if len(fingerprint) != DIGEST_BYTES:
         raise ValueError("the fingerprint is no SHA-256")
+    if "leases" in state and "cut" not in state:
+        raise ValueError("leases of no snapshot")
     return SavedState(
         fingerprint=fingerprint.hex(),
         local_step=int(state["local_step"].item()),
@@ -116,6 +123,7 @@ def _read(state: Mapping[str, torch.Tensor]) -> SavedState:
         ),
         published=published,
         cut=_cut_from(state["cut"]) if "cut" in state else None,
+        leases=saved_leases_from(state["leases"]) if "leases" in state else None,
     )
 
 

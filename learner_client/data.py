@@ -27,47 +27,19 @@ import torch
 
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.settings import RunSettings
+from decoupled_diloco.versions import Incarnation
+from learner_client.leases import Lease, Progress, SavedLeases
 
 Index = tuple[int, int]
 """Epoch from 0, and index of a sample within it."""
 
-MAX_KEPT_LEASES: Final = 512
+MAX_KEPT_LEASES: Final = 1024
 """Leases that are remembered after they are used up: a synchronizer has no more unmerged ones."""
+
+_USUAL_LEASES: Final = 512
 
 _POLL_S: Final = 0.05
 _ENOUGH: Final = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
-    """A range of the data, as leased.
-
-    Attributes:
-        lease_id: names it.
-        epoch: pass over the data.
-        start: first position.
-        stop: position behind the last one.
-    """
-
-    lease_id: int
-    epoch: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Where the data stands at an inner-step boundary.
-
-    Attributes:
-        lease_id: lease in use; 0 without one.
-        position: first position of it that is not trained.
-        is_lost: True where the step trained on samples that belong to others by now.
-    """
-
-    lease_id: int = 0
-    position: int = 0
-    is_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,12 +267,31 @@ class LeasedData:
             is_lost = self._count(num_samples)
             while self._held and self._is_done(self._held[0]) and len(self._held) > 1:
                 self._used.append(self._held.popleft().lease)
-            if not self._held or self._held[0].is_lost:
-                return Progress(is_lost=is_lost)
-            first = self._held[0]
-            return Progress(
-                lease_id=first.lease.lease_id, position=first.trained_to, is_lost=is_lost
-            )
+            return self._progress(is_lost)
+
+    @property
+    def progress(self) -> Progress:
+        """Where the data stands."""
+        with self._lock:
+            return self._progress(False)
+
+    def _progress(self, is_lost: bool) -> Progress:
+        if not self._held or self._held[0].is_lost:
+            return Progress(is_lost=is_lost)
+        first = self._held[0]
+        return Progress(lease_id=first.lease.lease_id, position=first.trained_to, is_lost=is_lost)
+
+    def saved(self, incarnation: Incarnation) -> SavedLeases:
+        """What a snapshot keeps; samples that were only fetched ahead are to be trained anew."""
+        with self._lock:
+            held = tuple((x.lease, x.trained_to) for x in self._held if not x.is_lost)
+            return SavedLeases(incarnation=incarnation, used=tuple(self._used), held=held)
+
+    def restore(self, saved: SavedLeases) -> None:
+        """Goes on where a snapshot was taken; before the learner joins."""
+        with self._lock:
+            self._used.extend(saved.used)
+            self._held.extend(_Held(lease, to, to) for lease, to in saved.held)
 
     def _count(self, num_samples: int | None) -> bool:
         handed = sum(x.handed_to - x.trained_to for x in self._held)
@@ -331,7 +322,8 @@ class LeasedData:
             self._is_leased = settings.data_mode == "leases"
             self._length = settings.data_length
             # A sample is merged about H steps after it was trained; twice that is open at most.
-            open_samples = MAX_KEPT_LEASES * settings.data_lease_length
+            length = settings.data_lease_length
+            open_samples = _USUAL_LEASES * min(length, settings.data_length or length)
             self._most_samples = open_samples // (2 * settings.sync_interval)
 
     @property

@@ -27,8 +27,9 @@ from learner_client.core.learner_core import (
 )
 from learner_client.core.pending import PendingUpdates
 from learner_client.core.reports import StepReport
-from learner_client.data import LeasedData, Progress
+from learner_client.data import LeasedData
 from learner_client.grants import Grant, Update
+from learner_client.leases import Progress
 from learner_client.snapshots import PartExchange
 from learner_client.tally import Tally
 

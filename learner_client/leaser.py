@@ -10,8 +10,8 @@ from decoupled_diloco.v1 import synchronizer_pb2
 from decoupled_diloco.versions import Incarnation
 from decoupled_diloco.wire import incarnation_to
 from learner_client.core.retry import Backoff
-from learner_client.data import Lease
 from learner_client.grants import Grant
+from learner_client.leases import Lease
 from learner_client.link import Link
 
 _RETRIED: Final = frozenset({Reason.UNAVAILABLE, Reason.STARTING, Reason.DRAINING})
@@ -66,7 +66,7 @@ class Leaser:
                     start=response.start,
                     stop=response.stop,
                 )
-            self._link.exchange.data.waits("merges: this learner holds too much that is not merged")
+            self._link.exchange.data.waits("a report: this learner has too many leases to train on")
             await runtime.sleep(_FULL_S)
 
     def _message(self, grant: Grant) -> synchronizer_pb2.LeaseDataRequest:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.snapshots import SnapshotName
+from synchronizer_server.core.leases import DataLeases
+from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.store.base import RoundStore
 from synchronizer_server.store.manifest import Manifest
 
@@ -96,7 +98,24 @@ def go_back(store: RoundStore, choice: str, *, term: int = 0) -> WentBack:
     term = max(term, 1 + store.highest_term())
     store.begin_term(
         term,
-        dataclasses.replace(record, term=term, fragment=None, contributions=(), dropped=()),
+        dataclasses.replace(
+            _data_of(record, manifest, term),
+            term=term,
+            fragment=None,
+            contributions=(),
+            dropped=(),
+        ),
     )
     given_up = None if loaded is None else max(loaded[0].global_step - record.global_step, 0)
     return WentBack(manifest=manifest, term=term, num_given_up=given_up)
+
+
+def _data_of(record: RoundRecord, manifest: Manifest, term: int) -> RoundRecord:
+    """The record of the cut, with its data leases for those who are in the snapshot alone."""
+    if not record.data.num_issued:
+        return record
+    book = DataLeases(
+        length=record.data.length, lease_length=1, record=record.data, leases=record.leases
+    )
+    book.went_back(str(manifest.name), term, manifest.participants)
+    return dataclasses.replace(record, data=book.record, leases=book.leases)

@@ -21,7 +21,7 @@ from synchronizer_server.core import events as ev
 from synchronizer_server.core.data_records import DataLease
 from synchronizer_server.core.roster import LearnerState
 from synchronizer_server.engine import Engine
-from synchronizer_server.service.data import leases_from, previous_from
+from synchronizer_server.service.data import leases_from, previous_from, snapshot_from
 from synchronizer_server.service.identity import require_current
 from synchronizer_server.store.base import RoundStore, RunDescription
 from synchronizer_server.tensors import TensorBook
@@ -211,9 +211,9 @@ class JoinDesk:
         engine = self._engine
         shard = self._shard(learner_id, request.shard if request.HasField("shard") else None)
         previous, claims = previous_from(request), leases_from(request)
-        self._check_leases(learner_id, previous, claims)  # who is refused leaves no trace
+        self._check_leases(request, previous, claims)  # who is refused leaves no trace
         incarnation = await self._grant_incarnation(learner_id)
-        self._check_leases(learner_id, previous, claims)  # they may be handed out meanwhile
+        self._check_leases(request, previous, claims)  # they may be handed out meanwhile
         engine.handle(
             ev.LearnerJoined(
                 learner_id=learner_id,
@@ -226,10 +226,15 @@ class JoinDesk:
         return incarnation
 
     def _check_leases(
-        self, learner_id: str, previous: Incarnation | None, claims: tuple[DataLease, ...]
+        self,
+        request: pb.JoinRequest,
+        previous: Incarnation | None,
+        claims: tuple[DataLease, ...],
     ) -> None:
-        engine = self._engine
-        why = engine.core.lease_refusal(learner_id, previous, claims, engine.parts.clock())
+        engine, learner_id = self._engine, request.learner_id
+        why = engine.core.lease_refusal(
+            learner_id, previous, claims, engine.parts.clock(), snapshot=snapshot_from(request)
+        )
         if why is not None:
             raise DilocoError(
                 Reason.LEASE_LOST,

@@ -162,4 +162,7 @@ def restored_from(record: RoundRecord, roll: Roll | None, quorum: int) -> Restor
         tokens_processed=record.tokens_processed_by_learner,
         data=record.data,
         leases=record.leases,
+        has_just_gone_back=(
+            record.data.went_back is not None and record.data.went_back.term == record.term
+        ),
     )

@@ -18,9 +18,9 @@ from diloco_fleet.simulation.search import LeaderSearch
 from learner_client.core.connection import Event, State
 from learner_client.core.learner_core import LearnerCore, PullRequest
 from learner_client.core.retry import REJOIN, Backoff, is_fatal
-from learner_client.data import Progress
 from learner_client.exchange import Exchange
 from learner_client.grants import Grant, Update
+from learner_client.leases import Progress
 from learner_client.updates import FRAGMENT_BROKEN, StagedUpdate, apply_update
 from synchronizer_server.core import events as ev
 from synchronizer_server.updates import Update as Published

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decoupled_diloco.versions import Incarnation
 from synchronizer_server.core.data_records import DataLease
@@ -20,6 +21,7 @@ class DataDesk:
     """Keeps the book of data leases in step with the roster; idle where shards are fixed."""
 
     state: CoreState
+    _full: dict[str, Incarnation] = field(default_factory=dict)
 
     def requested(self, event: DataRequested, now: float) -> None:
         """Leases a range to a learner that asks."""
@@ -29,16 +31,25 @@ class DataDesk:
             return
         learner.heard_at = now
         lease = book.grant(event.learner_id, event.incarnation, event.request_id)
+        if lease is None and book.is_full(event.learner_id, event.incarnation):
+            self._full[event.learner_id] = event.incarnation
         self.state.effects.append(
             GrantData(learner_id=event.learner_id, incarnation=event.incarnation, lease=lease)
         )
 
-    def joined(self, event: LearnerJoined) -> None:
-        """A new incarnation goes on with what it claims; the rest of its id is given back."""
-        if self.state.data is not None:
-            self.state.data.joined(
-                event.learner_id, event.incarnation, event.previous, event.claims
-            )
+    def joined(self, event: LearnerJoined, now: float) -> None:
+        """A new incarnation goes on with what it claims; the rest of its id is given back.
+
+        Once everybody is back who may have something to claim, others may have the rest.
+        """
+        state = self.state
+        if state.data is None:
+            return
+        state.data.joined(event.learner_id, event.incarnation, event.previous, event.claims)
+        if state.claimants is not None:
+            state.claimants.discard(event.learner_id)
+            if not state.claimants:
+                state.claims_until = min(state.claims_until, now)
 
     def reported(self, event: StepReported) -> None:
         """A learner says how far it is."""
@@ -57,9 +68,24 @@ class DataDesk:
         if book is not None and book.give_back(learner.learner_id, learner.incarnation):
             learner.lease_lost = True
 
-    def expired(self, now: float) -> list[Learner]:
-        """Learners that hold data and were away for too long."""
-        return [x for x in self._away() if now >= self._until(x)]
+    def expired(self, now: float) -> list[tuple[Learner, str]]:
+        """Learners whose data is to be given back, and why.
+
+        They were away for too long; or they hold so much that is not merged that it is better
+        trained by somebody whose work is merged.
+        """
+        if self.state.data is not None and now >= self.state.claims_until:
+            self.state.data.returning.over()
+        found = [(x, "silent") for x in self._away() if now >= self._until(x)]
+        full = [self.state.roster.current(k, v) for k, v in self._full.items()]
+        self._full.clear()
+        found += [(x, "too much is not merged") for x in full if x is not None]
+        return found
+
+    def claims_end(self, now: float) -> float | None:
+        """When the time of claims is over, seconds; None where it is."""
+        until = self.state.claims_until
+        return until if self.state.data is not None and now < until < math.inf else None
 
     def expires_at(self) -> float | None:
         """When the next of them is, seconds; None where none can be."""
@@ -81,6 +107,7 @@ class DataDesk:
         learner_id: str,
         previous: Incarnation | None,
         claims: tuple[DataLease, ...],
+        snapshot: str,
         now: float,
     ) -> str | None:
         """Why a process that joins again has lost the leases it claims; None where it has not."""
@@ -93,4 +120,5 @@ class DataDesk:
             known.incarnation if known is not None else None,
             claims,
             may_claim=now < self.state.claims_until,
+            snapshot=snapshot,
         )

@@ -74,6 +74,22 @@ class LeaseRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WentBack:
+    """That the run went back to a snapshot, for the leases of learners that lived before.
+
+    Attributes:
+        snapshot: its name.
+        term: the first term after it; what was leased in an earlier one is claimed by nobody but
+            by who goes on from its part of that snapshot.
+        awaited: incarnation at the cut of every learner in the snapshot that is not back yet.
+    """
+
+    snapshot: str
+    term: int
+    awaited: Mapping[str, Incarnation]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataRecord:
     """Where the leased data stands; all zero where shards are fixed.
 
@@ -86,6 +102,7 @@ class DataRecord:
         num_returned: samples that were given back, over all passes.
         returned: ranges that were given back and wait for a new holder, in order.
         lost: incarnations whose leases were taken back, by learner id.
+        went_back: the last time that the run went back to a snapshot; None where it never did.
     """
 
     length: int = 0
@@ -96,6 +113,7 @@ class DataRecord:
     num_returned: int = 0
     returned: tuple[DataRange, ...] = ()
     lost: Mapping[str, Incarnation] = field(default_factory=dict)
+    went_back: WentBack | None = None
 
     @property
     def num_issued(self) -> int:
@@ -170,6 +188,7 @@ def data_to(data: DataRecord) -> dict[str, object]:
         "num_returned": data.num_returned,
         "returned": [{"epoch": x.epoch, "start": x.start, "stop": x.stop} for x in data.returned],
         "lost": {k: incarnation_to(v) for k, v in data.lost.items()},
+        "went_back": None if data.went_back is None else _went_back_to(data.went_back),
     }
 
 
@@ -189,9 +208,31 @@ def data_from(value: object, where: str) -> DataRecord:
         num_returned=reader.integer("num_returned"),
         returned=reader.sequence("returned", _range_from),
         lost=reader.mapping("lost", incarnation_from),
+        went_back=reader.nested("went_back", _went_back_from),
     )
     reader.done()
     return data
+
+
+def _went_back_to(went_back: WentBack) -> dict[str, object]:
+    return {
+        "snapshot": went_back.snapshot,
+        "term": went_back.term,
+        "awaited": {k: incarnation_to(v) for k, v in went_back.awaited.items()},
+    }
+
+
+def _went_back_from(value: object, where: str) -> WentBack | None:
+    if value is None:
+        return None
+    reader = Reader(value, where)
+    found = WentBack(
+        snapshot=reader.text("snapshot"),
+        term=reader.integer("term"),
+        awaited=reader.mapping("awaited", incarnation_from),
+    )
+    reader.done()
+    return found
 
 
 def _range_from(value: object, where: str) -> DataRange:

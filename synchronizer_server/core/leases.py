@@ -9,13 +9,16 @@ is repeated is at most the unmerged rest of what a dead learner held.
 The book moves with committed rounds alone, so that a round record and the book agree. Leases that
 were handed out after the last record are claimed back by their holders after a restart; until that
 time is over, nothing new is handed out.
+
+Who trains is never made to wait for merges, since a merge may need a step of it: what it has
+trained, and said so, is in nobody's way. What it holds stays bounded all the same: of the leases
+that are not merged, those beyond a usual number are longer and longer, and where that is not enough
+all of them are taken back, so that it goes on with others.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from decoupled_diloco.versions import Incarnation
@@ -27,48 +30,22 @@ from synchronizer_server.core.data_records import (
     LeaseRecord,
 )
 from synchronizer_server.core.free_ranges import FreeRanges, overlapping
+from synchronizer_server.core.lease_holders import Holder, OpenLease
 from synchronizer_server.core.records import ContributionRecord
+from synchronizer_server.core.returning import Returning
 
-MAX_OPEN_LEASES: Final = 512
-"""Leases of one incarnation that are not merged; one that has more waits for merges."""
+MAX_UNTRAINED_LEASES: Final = 512
+"""Leases of one incarnation that it has not used up; one that has more trains on them first."""
+
+MAX_OPEN_LEASES: Final = 1024
+"""Leases of one incarnation that are not merged; at so many they are taken back."""
 
 MAX_CLAIM_AHEAD: Final = 4096
 """So many leases at most are taken to have been handed out after the last record."""
 
-_MAX_MARKS: Final = 4096
-_MAX_REQUESTS: Final = 8
-
-
-@dataclass(slots=True, kw_only=True)
-class _Open:
-    """A lease that is not merged as a whole."""
-
-    lease: DataLease
-    merged_to: int
-
-    @property
-    def rest(self) -> DataRange:
-        where = self.lease.where
-        return DataRange(where.epoch, self.merged_to, where.stop)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Holder:
-    """One incarnation that has, or had, leases.
-
-    Attributes:
-        incarnation: who.
-        leases: its leases that are not merged, in order of their ids.
-        marks: (local step, lease in use, position in it) as reported, in order.
-        contributed: highest local step of a committed contribution, by fragment.
-        requests: the newest requests and what they got.
-    """
-
-    incarnation: Incarnation
-    leases: dict[int, _Open] = field(default_factory=dict)
-    marks: list[tuple[int, int, int]] = field(default_factory=list)
-    contributed: dict[int, int] = field(default_factory=dict)
-    requests: OrderedDict[str, DataLease] = field(default_factory=OrderedDict)
+_USUAL_LEASES: Final = 512
+_DOUBLED_EVERY: Final = 64
+_MOST_DOUBLED: Final = (MAX_OPEN_LEASES - _USUAL_LEASES) // _DOUBLED_EVERY
 
 
 class DataLeases:
@@ -79,6 +56,9 @@ class DataLeases:
         lease_length: most samples of one lease.
         record: where a restart goes on; a new run by default.
         leases: the leases of that record.
+
+    Attributes:
+        returning: who goes on from a part of a snapshot.
     """
 
     def __init__(
@@ -100,13 +80,14 @@ class DataLeases:
         self._num_merged = record.num_merged
         self._num_returned = record.num_returned
         self._lost: dict[str, Incarnation] = dict(record.lost)
-        self._holders: dict[str, _Holder] = {}
+        self.returning = Returning(record.went_back)
+        self._holders: dict[str, Holder] = {}
         for lease in sorted(leases, key=lambda x: x.lease_id):
             holder = self._holders.setdefault(
-                lease.learner_id, _Holder(incarnation=lease.incarnation)
+                lease.learner_id, Holder(incarnation=lease.incarnation)
             )
             where = DataRange(lease.epoch, lease.start, lease.stop)
-            holder.leases[lease.lease_id] = _Open(
+            holder.leases[lease.lease_id] = OpenLease(
                 lease=DataLease(lease_id=lease.lease_id, where=where), merged_to=lease.merged_to
             )
 
@@ -116,31 +97,38 @@ class DataLeases:
         """Leases the next range; a repeated request gets the same lease again.
 
         Returns:
-            None where this incarnation holds so many ranges that are not merged that it has to
-            wait for merges.
+            None where this incarnation has so many ranges that it is to train on them first.
         """
         holder = self._holder(learner_id, incarnation)
         known = holder.requests.get(request_id)
         if known is not None:
             return known
-        if len(holder.leases) >= MAX_OPEN_LEASES:
+        num_open = len(holder.leases)
+        if holder.num_untrained >= MAX_UNTRAINED_LEASES or num_open >= MAX_OPEN_LEASES:
             return None
-        lease = DataLease(lease_id=self._next_lease_id, where=self._free.take(self._lease_length))
+        above = num_open - _USUAL_LEASES
+        length = self._lease_length << (above // _DOUBLED_EVERY + 1 if above >= 0 else 0)
+        lease = DataLease(lease_id=self._next_lease_id, where=self._free.take(length))
         self._open(holder, lease)
-        holder.requests[request_id] = lease
-        while len(holder.requests) > _MAX_REQUESTS:
-            holder.requests.popitem(last=False)
+        holder.answered(request_id, lease)
         return lease
 
-    def _open(self, holder: _Holder, lease: DataLease) -> None:
-        holder.leases[lease.lease_id] = _Open(lease=lease, merged_to=lease.where.start)
+    def is_full(self, learner_id: str, incarnation: Incarnation) -> bool:
+        """Whether an incarnation gets nothing more, however much it trains."""
+        holder = self._holders.get(learner_id)
+        if holder is None or holder.incarnation != incarnation:
+            return False
+        return len(holder.leases) >= MAX_OPEN_LEASES
+
+    def _open(self, holder: Holder, lease: DataLease) -> None:
+        holder.leases[lease.lease_id] = OpenLease(lease=lease, merged_to=lease.where.start)
         self._next_lease_id = max(self._next_lease_id, lease.lease_id + 1)
 
-    def _holder(self, learner_id: str, incarnation: Incarnation) -> _Holder:
+    def _holder(self, learner_id: str, incarnation: Incarnation) -> Holder:
         holder = self._holders.get(learner_id)
         if holder is None or holder.incarnation != incarnation:
             assert holder is None or not holder.leases, "moved or given back at the join"
-            holder = self._holders[learner_id] = _Holder(incarnation=incarnation)
+            holder = self._holders[learner_id] = Holder(incarnation=incarnation)
         return holder
 
     # -- progress --------------------------------------------------------------------------------
@@ -156,17 +144,8 @@ class DataLeases:
     ) -> None:
         """A holder says how far it has trained at a local step; what cannot be is left out."""
         holder = self._holders.get(learner_id)
-        if holder is None or holder.incarnation != incarnation or not holder.leases:
-            return
-        if lease_id > next(reversed(holder.leases)):
-            return
-        mark = (local_step, lease_id, position)
-        if holder.marks and (local_step <= holder.marks[-1][0] or mark[1:] < holder.marks[-1][1:]):
-            return
-        holder.marks.append(mark)
-        if len(holder.marks) > _MAX_MARKS:
-            # A mark that is missing puts a merge off; it never makes one too many.
-            del holder.marks[1 : _MAX_MARKS // 2 : 2]
+        if holder is not None and holder.incarnation == incarnation:
+            holder.mark(local_step, lease_id, position)
 
     def committed(
         self, contributions: Iterable[ContributionRecord], fragment: int, num_fragments: int
@@ -184,33 +163,26 @@ class DataLeases:
         merged: list[DataRange] = []
         for _, holder in sorted(self._holders.items()):
             if len(holder.contributed) == num_fragments and holder.leases:
-                merged += self._roll(holder)
+                merged += holder.roll()
         self._num_merged += sum(x.num_samples for x in merged)
         return tuple(merged)
 
-    def _roll(self, holder: _Holder) -> list[DataRange]:
-        """Merges what was trained up to the lowest local step contributed to any fragment."""
-        floor = min(holder.contributed.values())
-        reached = None
-        while holder.marks and holder.marks[0][0] <= floor:
-            reached = holder.marks.pop(0)
-        if reached is None:
-            return []
-        _, lease_id, position = reached
-        merged = []
-        for open_lease in list(holder.leases.values()):
-            where = open_lease.lease.where
-            if open_lease.lease.lease_id > lease_id:
-                break
-            in_use = open_lease.lease.lease_id == lease_id
-            merged_to = min(max(position, open_lease.merged_to), where.stop)
-            merged_to = merged_to if in_use else where.stop
-            if merged_to > open_lease.merged_to:
-                merged.append(DataRange(where.epoch, open_lease.merged_to, merged_to))
-                open_lease.merged_to = merged_to
-            if merged_to == where.stop:
-                del holder.leases[open_lease.lease.lease_id]
-        return merged
+    # -- going back ------------------------------------------------------------------------------
+
+    def went_back(self, snapshot: str, term: int, participants: Mapping[str, Incarnation]) -> None:
+        """The run goes back to a snapshot whose record this book is made of.
+
+        What others had on lease at the cut is free again.
+
+        Args:
+            snapshot: its name.
+            term: the first term after it.
+            participants: incarnation at the cut of every learner in it.
+        """
+        for learner_id, holder in self._holders.items():
+            if participants.get(learner_id) != holder.incarnation:
+                self._return(holder, list(holder.leases))
+        self.returning.begin(snapshot, term, participants)
 
     # -- the end of a holder ---------------------------------------------------------------------
 
@@ -227,9 +199,10 @@ class DataLeases:
         if holder is None or holder.incarnation != incarnation or not holder.leases:
             return 0
         self._lost[learner_id] = incarnation
+        self.returning.settled(learner_id)
         return self._return(holder, list(holder.leases))
 
-    def _return(self, holder: _Holder, lease_ids: Iterable[int]) -> int:
+    def _return(self, holder: Holder, lease_ids: Iterable[int]) -> int:
         num_samples = 0
         for lease_id in lease_ids:
             rest = holder.leases.pop(lease_id).rest
@@ -246,6 +219,7 @@ class DataLeases:
         claims: Sequence[DataLease],
         *,
         may_claim: bool,
+        snapshot: str = "",
     ) -> str | None:
         """Why a process that joins again has lost the leases it claims; None where it has not.
 
@@ -255,15 +229,20 @@ class DataLeases:
             current: newest incarnation known of this id; None where it is unknown.
             claims: the leases; all that are not known to be merged, and the one in use.
             may_claim: True while leases that were handed out after the last record are claimed.
+            snapshot: the snapshot whose part the process goes on from; empty where from none.
         """
         if not claims:
             return None
-        if previous is None or (current is not None and previous < current):
+        is_older = previous is not None and current is not None and previous < current
+        if previous is None or (is_older and not snapshot):
             return "another process has this learner id since"
+        why = self.returning.why_not(learner_id, previous, snapshot)
+        if why is not None:
+            return why
         if self._lost.get(learner_id) == previous:
-            return "it was silent for too long"
+            return "it was silent for too long, or held too much that was not merged"
         own = self._holders.get(learner_id)
-        own_leases = own.leases if own is not None and own.incarnation == previous else {}
+        own_leases = own.leases if own is not None and own.incarnation <= previous else {}
         others = self._rests_of_others(learner_id, previous)
         for claim in claims:
             known = own_leases.get(claim.lease_id)
@@ -280,7 +259,7 @@ class DataLeases:
         return sorted(
             x.rest
             for name, holder in self._holders.items()
-            if name != learner_id or holder.incarnation != previous
+            if name != learner_id or holder.incarnation > previous
             for x in holder.leases.values()
         )
 
@@ -296,8 +275,11 @@ class DataLeases:
         if not free:
             return None
         ahead = claim.lease_id - self._next_lease_id
-        is_near = ahead < MAX_CLAIM_AHEAD and claim.where.num_samples <= self._lease_length
-        is_near = is_near and self._free.ahead(claim.where) <= MAX_CLAIM_AHEAD * self._lease_length
+        longest = self._lease_length << _MOST_DOUBLED
+        longest = min(longest, self._length) if self._length else longest
+        is_within = not self._length or claim.where.stop <= self._length
+        is_near = ahead < MAX_CLAIM_AHEAD and claim.where.num_samples <= longest and is_within
+        is_near = is_near and self._free.ahead(claim.where) <= MAX_CLAIM_AHEAD * longest
         if may_claim and is_near and len(free) == 1:
             return None
         return f"lease {claim.lease_id} is not known here"
@@ -319,12 +301,18 @@ class DataLeases:
         """
         before = self._holders.pop(learner_id, None)
         self._lost.pop(learner_id, None)
+        self.returning.settled(learner_id)
         newest = max((x.lease_id for x in claims), default=0)
         num_returned = 0
-        holder = _Holder(incarnation=incarnation)
+        holder = Holder(incarnation=incarnation, in_use=newest)
         if before is not None:
+            # Of a life before the previous one only what is claimed is known to be its own.
+            claimed = {x.lease_id for x in claims} if previous is not None else set()
             kept = before.incarnation == previous
-            lost = [x for x in before.leases if not kept or x > newest]
+            is_older = previous is not None and before.incarnation < previous
+            lost = [
+                x for x in before.leases if x > newest or not (kept or (is_older and x in claimed))
+            ]
             num_returned = self._return(before, lost)
             holder.leases = before.leases
         for claim in sorted(claims, key=lambda x: x.lease_id):
@@ -353,6 +341,7 @@ class DataLeases:
             num_returned=self._num_returned,
             returned=self._free.returned,
             lost=dict(self._lost),
+            went_back=self.returning.record,
         )
 
     @property

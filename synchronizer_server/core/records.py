@@ -34,7 +34,7 @@ from synchronizer_server.core.strict_json import (
     strict_json,
 )
 
-RECORD_FORMAT: Final = 2
+RECORD_FORMAT: Final = 3
 """Version of the JSON form; another number is refused."""
 
 

@@ -166,8 +166,8 @@ class Roster:
             )
         if known.lease_lost:
             return Reason.LEASE_LOST, (
-                f"{learner_id} was silent for too long and its data is handed out again; join "
-                "again, without what is not merged"
+                f"{learner_id} was silent for too long, or held too much that was not merged, and "
+                "its data is handed out again; join again, without what is not merged"
             )
         return None
 

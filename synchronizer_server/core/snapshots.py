@@ -106,6 +106,10 @@ class Snapshots:
             if reason is not None:
                 del pending.awaited[learner_id]
                 pending.left_out[learner_id] = reason
+        for learner_id, incarnation in list(pending.recorded.items()):
+            if self._has_given_back(learner_id, incarnation):
+                del pending.recorded[learner_id]
+                pending.left_out[learner_id] = "its data was given back before all were in"
         if pending.awaited:
             return
         if not pending.recorded:
@@ -175,6 +179,13 @@ class Snapshots:
         if now >= self.pending.deadline:
             return f"no part within {self.pending.deadline - self.pending.begun_at:.1f} s"
         return None
+
+    def _has_given_back(self, learner_id: str, incarnation: Incarnation) -> bool:
+        """Whether data in a learner's part may be in the part of another one, too, by now."""
+        if self._state.data is None:
+            return False
+        learner = self._state.roster.current(learner_id, incarnation)
+        return learner is None or learner.lease_lost or learner.state is LearnerState.LEFT
 
     def _end(self, global_step: int, failure: str) -> None:
         pending = self.pending

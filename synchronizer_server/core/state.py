@@ -36,6 +36,8 @@ class Restored:
             None where it did not answer.
         data: where the leased data stands.
         leases: the data on lease.
+        has_just_gone_back: True where the record is the one with which the run went back to a
+            snapshot: nothing was leased since.
     """
 
     global_step: int
@@ -49,6 +51,7 @@ class Restored:
     tokens_processed: Mapping[str, int] = field(default_factory=dict)
     data: DataRecord = field(default_factory=DataRecord)
     leases: tuple[LeaseRecord, ...] = ()
+    has_just_gone_back: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,7 @@ class CoreState:
         knows_members: True where the membership said who was alive before the first re-join.
         data: the book of data leases; None where shards are fixed.
         claims_until: until then leases of before the start are claimed, and none is handed out.
+        claimants: who may have something to claim and is not back; None where that is not known.
         effects: what the event under way leads to, in order.
     """
 
@@ -132,6 +136,7 @@ class CoreState:
     knows_members: bool = False
     data: DataLeases | None = None
     claims_until: float = 0.0
+    claimants: set[str] | None = None
     effects: list[Effect] = field(default_factory=list)
 
     @property
@@ -190,7 +195,8 @@ def new_state(
             leases=restored.leases if restored is not None else (),
         )
     if restored is not None:
-        state.claims_until = now + settings.heartbeat_timeout_s
+        state.claimants = _claimants(restored, settings)
+        state.claims_until = now + _claims_s(restored, settings)
         state.quorum = restored.quorum
         state.last_opened = state.committed = restored.global_step
         state.first_step = restored.global_step + 1
@@ -209,3 +215,28 @@ def new_state(
                 expected=ages_s.get(learner_id, math.inf) < settings.heartbeat_timeout_s,
             )
     return state
+
+
+def _claims_s(restored: Restored, settings: RunSettings) -> float:
+    """How long leases of before are claimed, at most; processes that start anew take longer."""
+    went_back = restored.data.went_back
+    is_resumed = went_back is not None and bool(went_back.awaited)
+    return max(settings.heartbeat_timeout_s, settings.startup_wait_s if is_resumed else 0.0)
+
+
+def _claimants(restored: Restored, settings: RunSettings) -> set[str] | None:
+    """Who may hold data of before the start; None where that cannot be known.
+
+    Whoever was granted anything is a member. The leader before heard nobody after its own end, so
+    the age of the latest heartbeat is nobody's silence.
+    """
+    went_back = restored.data.went_back
+    resumed = set(went_back.awaited) if went_back is not None else set()
+    if restored.has_just_gone_back:
+        return resumed
+    ages_s = restored.ages_s
+    if not ages_s:
+        return None
+    silent_s = min(ages_s.values()) + settings.heartbeat_timeout_s
+    alive = {learner_id for learner_id, age_s in ages_s.items() if age_s < silent_s}
+    return alive | resumed | {x.learner_id for x in restored.leases if x.learner_id not in ages_s}

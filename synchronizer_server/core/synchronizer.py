@@ -93,6 +93,7 @@ class SynchronizerCore:
             *self._recoveries.deadlines(),
             state.roster.silent_at(state.settings.heartbeat_timeout_s),
             self._data.expires_at(),
+            self._data.claims_end(now),
             state.quarantine.next_at(),
             self._wait_log.next_at(now, self._patience_s()),
         ]
@@ -114,9 +115,11 @@ class SynchronizerCore:
         previous: Incarnation | None,
         claims: tuple[DataLease, ...],
         now: float,
+        *,
+        snapshot: str = "",
     ) -> str | None:
         """Why a process that joins again has lost the data leases it claims; None: it has not."""
-        return self._data.why_lost(learner_id, previous, claims, now)
+        return self._data.why_lost(learner_id, previous, claims, snapshot, now)
 
     def roll_back_refusal(self, fragment: int) -> tuple[Reason, str] | None:
         """Why an operator may not put this fragment back now; None where it may be."""
@@ -254,7 +257,7 @@ class SynchronizerCore:
             self.state.effects.append(
                 Fence(learner_id=event.learner_id, incarnation=before.incarnation)
             )
-        self._data.joined(event)
+        self._data.joined(event, now)
         self._changed(learner, "joined")
         self._seeding.joined(event.learner_id, event.incarnation, now)
 
@@ -296,10 +299,15 @@ class SynchronizerCore:
                     reason=Reason.LEARNER_GONE,
                 )
             )
-        for learner in self._data.expired(now):
+        for learner, why in self._data.expired(now):
+            was_live = learner.live
             self.state.roster.move(learner, LearnerState.GONE)
             self._data.give_back(learner)
-            self._changed(learner, "silent; its data is handed out again")
+            reason = f"{why}; its data is handed out again"
+            if was_live:
+                self._drop_out(learner, reason)
+            else:
+                self._changed(learner, reason)
 
     def _release(self, now: float) -> None:
         for learner_id in self.state.quarantine.release(now):

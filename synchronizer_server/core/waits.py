@@ -21,6 +21,8 @@ _REASONS: Final = {
     RoundState.PERSISTING: "persist",
 }
 _SNAPSHOT: Final = "snapshot"
+_CLAIMS: Final = "claims"
+_NO_ROUND: Final = -1
 _NO_NEWS: Final = frozenset({"pace", "in_flight"})
 """Reasons that no log line is worth: the settings want it so, or an earlier round says more."""
 
@@ -41,7 +43,7 @@ class Waiting:
 
 
 WaitKey = tuple[int, str]
-"""Global step of the round that waits (0: the seed), and the reason."""
+"""Global step of the round that waits (0: the seed, -1: no round), and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,14 @@ class Waits:
         state = self.state
         if state.complete:
             return []
+        return [*self._merging_keys(now), *self._data_keys(now)]
+
+    def _data_keys(self, now: float) -> list[WaitKey]:
+        is_held = self.state.data is not None and now < self.state.claims_until
+        return [(_NO_ROUND, _CLAIMS)] if is_held else []
+
+    def _merging_keys(self, now: float) -> list[WaitKey]:
+        state = self.state
         if not state.seeded:
             return [(0, self._seed_reason())]
         found = [(r.global_step, self._round_reason(r)) for r in state.rounds]
@@ -72,6 +82,9 @@ class Waits:
         global_step, reason = key
         if reason == _SNAPSHOT:
             return Waiting(subject_of(key), reason, self._snapshot_detail())
+        if reason == _CLAIMS:
+            detail = f"until {claimants_text(self.state)} claimed the leases of before the start"
+            return Waiting(subject_of(key), reason, detail)
         if global_step == 0:
             return Waiting("seed", reason, self._seed_detail(reason))
         round_ = self.state.round(global_step)
@@ -181,9 +194,18 @@ class Waits:
         return "no round opens any more"
 
 
+def claimants_text(state: CoreState) -> str:
+    """Who may still claim data that was leased before the start, in words."""
+    if not state.claimants:
+        return "learners of before the start have"
+    return ", ".join(sorted(state.claimants)) + (" has" if len(state.claimants) == 1 else " have")
+
+
 def subject_of(key: WaitKey) -> str:
     """What waits, in words."""
     global_step, reason = key
+    if reason == _CLAIMS:
+        return "data"
     if reason == _SNAPSHOT:
         return f"snapshot {global_step}"
     return f"round {global_step}" if global_step else "seed"

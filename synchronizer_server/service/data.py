@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.snapshots import SnapshotName
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.versions import Incarnation
 from decoupled_diloco.wire import check_count, incarnation_from, malformed
@@ -13,6 +14,7 @@ from synchronizer_server.core import effects as fx
 from synchronizer_server.core import events as ev
 from synchronizer_server.core.data_records import DataLease, DataRange
 from synchronizer_server.core.leases import MAX_OPEN_LEASES
+from synchronizer_server.core.waits import claimants_text
 from synchronizer_server.engine import Engine
 from synchronizer_server.service.identity import require_current
 
@@ -22,7 +24,7 @@ _MAX_CLAIMS: Final = 2 * MAX_OPEN_LEASES
 def lease_data(engine: Engine, request: pb.LeaseDataRequest) -> pb.LeaseDataResponse:
     """Leases the next range; a repeated request gets the same one again.
 
-    The range is empty where the learner holds too much that is not merged.
+    The range is empty where the learner is to train first on what it has.
 
     Raises:
         DilocoError: CONFIG_CONFLICT where shards are fixed; STARTING while leases of before a
@@ -42,8 +44,8 @@ def lease_data(engine: Engine, request: pb.LeaseDataRequest) -> pb.LeaseDataResp
     if wait_s > 0:
         raise DilocoError(
             Reason.STARTING,
-            f"data is leased in {wait_s:.1f} s: until then learners claim what they had before "
-            "the synchronizer was started",
+            f"data is leased once {claimants_text(state)} claimed what was leased before the "
+            f"synchronizer started, in {wait_s:.1f} s at most",
         )
     effects = engine.handle(
         ev.DataRequested(
@@ -51,6 +53,7 @@ def lease_data(engine: Engine, request: pb.LeaseDataRequest) -> pb.LeaseDataResp
         )
     )
     (lease,) = (x.lease for x in effects if isinstance(x, fx.GrantData))
+    require_current(engine, request.learner_id, incarnation)  # it may have held too much
     if lease is None:
         return pb.LeaseDataResponse(clock=engine.clock_message())
     return pb.LeaseDataResponse(
@@ -67,6 +70,20 @@ def previous_from(request: pb.JoinRequest) -> Incarnation | None:
     if not request.HasField("previous_incarnation"):
         return None
     return incarnation_from(request.previous_incarnation)
+
+
+def snapshot_from(request: pb.JoinRequest) -> str:
+    """The snapshot whose part the process goes on from; empty where it does not.
+
+    Raises:
+        DilocoError: MALFORMED.
+    """
+    if not request.snapshot:
+        return ""
+    try:
+        return str(SnapshotName.parse(request.snapshot))
+    except UsageError as error:
+        raise malformed(error.message) from None
 
 
 def leases_from(request: pb.JoinRequest) -> tuple[DataLease, ...]:

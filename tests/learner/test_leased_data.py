@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 from learner_kit import make_learner, make_model, make_settings, train
 from scripted_synchronizer import ScriptedSynchronizer
 
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
-from learner_client.data import Lease, LeasedData, Progress, epoch_order
+from decoupled_diloco.versions import Incarnation
+from learner_client.data import LeasedData, epoch_order
+from learner_client.leases import Lease, Progress, saved_leases_from
 
 SETTINGS = {"data_mode": "leases", "data_length": 20, "data_lease_length": 4}
 
@@ -197,3 +200,36 @@ async def test_a_user_of_a_run_with_shards_is_told_at_the_first_sample():
             next(learner.data.indices())
         with pytest.raises(UsageError, match="0 samples were handed out"):
             learner.step(num_tokens=1, num_samples=1)
+
+
+def test_a_part_of_a_snapshot_keeps_leases_and_goes_on_with_the_first_sample_not_trained():
+    """Samples that were only fetched ahead are fetched again."""
+    bench = Bench()
+    for start in (0, 4, 8):
+        bench.lease(start, start + 4)
+    bench.data.take(9)
+    bench.data.trained(6)
+    saved = bench.data.saved(Incarnation(1, 2))
+    assert saved_leases_from(saved.to_tensor()) == saved
+    again = Bench()
+    again.data.restore(saved)
+    assert again.data.claims == bench.data.claims
+    assert again.data.progress == bench.data.progress == Progress(lease_id=2, position=6)
+    assert again.data.take(4) == [(0, 6), (0, 7), (0, 8), (0, 9)]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[1, 2, 0, 0]],
+        [[0, 2, 0, 0, 0]],
+        [[1, 2, 0, 0, 0], [1, 0, 4, 4, 4]],
+        [[1, 2, 0, 0, 0], [1, 0, 0, 4, 5]],
+        [[1, 2, 0, 0, 0], [2, 0, 0, 4, -1], [1, 0, 4, 8, 4]],
+        [[1, 2, 0, 0, 0], [1, 0, 0, 4, 0], [2, 0, 4, 8, -1]],
+    ],
+    ids=["columns", "incarnation", "empty", "position", "order", "used"],
+)
+def test_leases_in_a_part_that_cannot_be_are_refused(rows):
+    with pytest.raises(ValueError):
+        saved_leases_from(torch.tensor(rows))

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.settings import RunSettings
-from learner_client.data import Lease, LeasedData
+from learner_client.data import LeasedData
+from learner_client.leases import Lease
 from learner_client.train.corpus import Corpus, CorpusInfo
 from learner_client.train.data import (
     LeasedBatches,

@@ -8,6 +8,7 @@ from core_script import ACTIONS, Script, answers, only, pulls, settings
 from decoupled_diloco.versions import Incarnation
 from synchronizer_server.core import effects as ef
 from synchronizer_server.core import events as ev
+from synchronizer_server.core import leases
 from synchronizer_server.core.data_records import DataLease, DataRange
 from synchronizer_server.core.roster import LearnerState
 from synchronizer_server.core.state import Restored
@@ -174,3 +175,96 @@ def test_with_fixed_shards_there_is_no_book_and_nobody_more():
     assert s.core.state.data is None
     assert s.core.shard_for("b") is None
     assert s.core.lease_refusal("a", None, (), 0.0) is None
+
+
+def restored(s: Script, **changes: object) -> Restored:
+    """What a record says in which ``a`` has a lease and ``b`` none."""
+    book = s.core.state.data
+    values: dict[str, object] = {
+        "global_step": 0, "versions": s.seed_versions(), "incarnations": dict(s.lives),
+        "shards": {"a": 0, "b": 1}, "local_steps": {}, "tokens_merged": {}, "quorum": 1,
+        "data": book.record, "leases": book.leases,
+    }  # fmt: skip
+    return Restored(**(values | changes))  # type: ignore[arg-type]
+
+
+def with_a_lease() -> Script:
+    s = leased()
+    s.up("a", "b")
+    s.seed("b")
+    lease(s, "a")
+    return s
+
+
+def held_for(s: Script) -> list[str]:
+    return [wait.detail for wait, _ in s.core.waits(s.now) if wait.reason == "claims"]
+
+
+def test_data_is_leased_once_everybody_is_back_that_the_membership_knew():
+    """The latest heartbeat is as old as the leader's own end; who was silent then is gone."""
+    s = with_a_lease()
+    ages = {"a": 7.0, "b": 7.5, "late": 7.2, "dead": 7.0 + TIMEOUT_S}
+    again = Script(s.settings, restored=restored(s, ages_s=ages), term=2)
+    assert held_for(again) == ["until a, b, late have claimed the leases of before the start"]
+    again.up("a", "b")
+    assert held_for(again) == ["until late has claimed the leases of before the start"]
+    again.up("late")
+    assert held_for(again) == []
+    assert again.core.state.claims_until <= again.now
+    assert lease(again, "b").where == DataRange(0, 0, 10), "a claims nothing: it is a new process"
+
+
+def test_a_holder_that_the_membership_does_not_know_is_waited_for():
+    s = with_a_lease()
+    again = Script(s.settings, restored=restored(s, ages_s={"b": 1.0}), term=2)
+    again.up("b")
+    assert held_for(again) == ["until a has claimed the leases of before the start"]
+    again.advance(TIMEOUT_S)
+    assert held_for(again) == [], "at most so long"
+    assert "a" not in again.core.state.data.holders()
+
+
+def test_without_a_membership_nobody_knows_who_may_have_data_and_it_is_waited_for():
+    s = with_a_lease()
+    again = Script(s.settings, restored=restored(s), term=2)
+    again.up("a", "b")
+    assert len(held_for(again)) == 1
+    again.advance(TIMEOUT_S)
+    assert held_for(again) == []
+
+
+@pytest.mark.parametrize("just", [True, False], ids=["just", "since"])
+def test_who_is_in_a_snapshot_has_as_long_as_at_the_start_of_a_run_and_no_longer(just):
+    s = with_a_lease()
+    book = s.core.state.data
+    book.went_back("1.7", 2, {"a": s.lives["a"], "b": s.lives["b"]})
+    ages = {"b": 1.0}
+    again = Script(s.settings, restored=restored(s, has_just_gone_back=just, ages_s=ages), term=3)
+    again.advance(TIMEOUT_S + 1.0)
+    assert held_for(again) == ["until a, b have claimed the leases of before the start"]
+    again.up("b")
+    assert "a" in again.core.state.data.holders()
+    again.advance(s.settings.startup_wait_s)
+    assert held_for(again) == []
+    assert again.core.state.data.holders() == []
+    assert again.core.state.data.returning.awaited == ()
+
+
+def test_who_holds_as_much_as_can_be_gives_it_up_and_goes_on(monkeypatch):
+    monkeypatch.setattr(leases, "MAX_OPEN_LEASES", 3)
+    s = leased()
+    s.up("a", "b")
+    s.seed("b")
+    for request in ("1", "2", "3"):
+        held = lease(s, "a", request)
+        trained(s, "a", held, held.where.stop)
+    effects = s.feed(ev.DataRequested(learner_id="a", incarnation=s.lives["a"], request_id="4"))
+    (grant,) = only(effects, ef.GrantData)
+    assert grant.lease is None
+    learner = s.core.state.roster.find("a")
+    assert learner.lease_lost
+    assert not learner.live
+    assert s.core.state.data.record.num_returned > 0
+    assert answers(s.push_open("a", t=1)) == ["a refused LEASE_LOST"]
+    s.up("a")
+    assert lease(s, "a", "5").where.num_samples == 10

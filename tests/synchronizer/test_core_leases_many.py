@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from decoupled_diloco.versions import Incarnation
 from synchronizer_server.core.data_records import DataLease, DataRange, DataRecord
 from synchronizer_server.core.free_ranges import FreeRanges
-from synchronizer_server.core.leases import MAX_OPEN_LEASES, DataLeases
+from synchronizer_server.core.leases import MAX_UNTRAINED_LEASES, DataLeases
 
 LIFE = Incarnation(1, 1)
 NUM_MERGED = 10_000
@@ -23,7 +23,7 @@ def test_a_joiner_with_a_thousand_claims_costs_no_walk_through_all_leases(
     """Claims of what is merged already are let pass, so all of them are looked at, on the loop."""
     merged = DataRecord(position=NUM_MERGED, next_lease_id=2, num_merged=NUM_MERGED)
     book = DataLeases(length=0, lease_length=10, record=merged)
-    for i in range(8 * MAX_OPEN_LEASES):
+    for i in range(8 * MAX_UNTRAINED_LEASES):
         assert book.grant(f"learner-{i % 8}", LIFE, f"request-{i}") is not None
     for i in range(0, 8, 2):
         assert book.give_back(f"learner-{i}", LIFE)

@@ -276,3 +276,15 @@ def test_whatever_happens_every_learner_live_at_the_cut_is_in_it_or_left_out_and
             note(s.feed(ev.SnapshotKept(global_step=pending.global_step)))
     assert s.core.snapshots.pending is None, "it ends, whatever happens"
     assert sorted(ended) == sorted(at_cut)
+
+
+@pytest.mark.parametrize(("mode", "is_out"), [("leases", True), ("shards", False)])
+def test_who_gave_back_its_data_before_all_were_in_is_left_out(mode, is_out):
+    """Somebody else may have got it, and have it in its own part."""
+    s = fleet(data_mode=mode)
+    cut = begin(s)
+    recorded(s, "a", cut)
+    s.leave("a")
+    effects = recorded(s, "b", cut) + recorded(s, "c", cut)
+    (keep,) = only(effects, ef.KeepSnapshot)
+    assert ("a" in keep.left_out, "a" in keep.recorded) == (is_out, not is_out)

@@ -131,7 +131,7 @@ async def test_claims_after_a_restart_are_kept_and_nothing_is_leased_before():
 async def test_a_claim_that_is_no_lease_is_refused(fleet, claim):
     learner = FakeLearner(fleet, "a")
     assert (await refusal(learner.join(leases=[claim]))).reason is Reason.MALFORMED
-    many = [pb.DataLease(lease_id=i + 1, start=0, stop=1) for i in range(2000)]
+    many = [pb.DataLease(lease_id=i + 1, start=0, stop=1) for i in range(2049)]
     assert (await refusal(learner.join(leases=many))).reason is Reason.MALFORMED
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.versions import Incarnation, Version
-from synchronizer_server.core.data_records import DataRange, DataRecord, LeaseRecord
+from synchronizer_server.core.data_records import DataRange, DataRecord, LeaseRecord, WentBack
 from synchronizer_server.core.records import (
     ContributionRecord,
     DropRecord,
@@ -69,6 +69,10 @@ def data_and_leases(draw: st.DrawFn) -> tuple[DataRecord, tuple[LeaseRecord, ...
         length=length, epoch=epoch, position=position, next_lease_id=draw(naturals),
         num_merged=num_merged, num_returned=draw(naturals), returned=tuple(returned),
         lost=draw(st.dictionaries(names, incarnations, max_size=2)),
+        went_back=draw(st.none() | st.builds(
+            WentBack, snapshot=names, term=naturals,
+            awaited=st.dictionaries(names, incarnations, max_size=2),
+        )),
     )  # fmt: skip
     return data, tuple(leased)
 
@@ -158,6 +162,7 @@ EXAMPLE = RoundRecord(
         num_returned=3,
         returned=(DataRange(1, 9, 11),),
         lost={"b": Incarnation(1, 1)},
+        went_back=WentBack(snapshot="1.3", term=2, awaited={"c": Incarnation(1, 3)}),
     ),
     tokens_processed_by_learner={"a": 800},
 )
@@ -213,6 +218,7 @@ MAPS = {
     "tokens_merged_by_learner",
     "tokens_processed_by_learner",
 }
+WENT_BACK = ("data", "went_back")
 PLACES = list(places(json.loads(EXAMPLE.to_json())))
 WRONG: list[Any] = [None, True, "x", -1, 2**63, 1.5, [], {}, [1], {"x": None}, math.nan, math.inf]
 
@@ -224,7 +230,8 @@ def is_lawful(path: tuple[Any, ...], original: Any, value: Any) -> bool:
     return (
         (path[-1] == "weight" and value in (1.5, 2**63) and value is not True)
         or (path in (("contributions",), ("dropped",)) and value == [])
-        or (path == ("data", "lost") and value == {})
+        or (path in (("data", "lost"), (*WENT_BACK, "awaited")) and value == {})
+        or (path == WENT_BACK and value is None)
         or (len(path) == 1 and path[0] in MAPS and value == {})
         or (path == ("fragment",) and value is None)
     )
@@ -242,7 +249,8 @@ def test_a_value_of_another_type_is_refused_and_named(path: tuple[Any, ...]) -> 
 
 @pytest.mark.parametrize("path", [p for p in PLACES if isinstance(p[-1], str)], ids=str)
 def test_a_missing_or_renamed_key_is_refused_and_named(path: tuple[Any, ...]) -> None:
-    if (len(path) == 2 and path[0] in MAPS) or (path[:2] == ("data", "lost") and len(path) == 3):
+    is_learner = path[:-1] in {("data", "lost"), (*WENT_BACK, "awaited")}
+    if (len(path) == 2 and path[0] in MAPS) or is_learner:
         return  # keys of maps are learners
     refused(changed(path, lambda inside, key: inside.pop(key)), rf"key '{path[-1]}' is missing")
     refused(changed(path, lambda inside, _: put(1, inside, "extra")), "'extra'")
