@@ -95,6 +95,7 @@ class Admission:
                 for x in link.exchange.data.claims
             ],
             shard=None if before is None else before.shard,
+            records_parts=link.exchange.snapshots.records_parts,
         )
 
     def _begin(self, layout: Layout, settings: RunSettings) -> None:

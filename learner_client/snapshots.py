@@ -91,6 +91,11 @@ class PartExchange:
         self._captured: tuple[SnapshotName, TrainingState] | None = None
 
     @property
+    def records_parts(self) -> bool:
+        """Whether this learner takes part in snapshots."""
+        return self._directory is not None
+
+    @property
     def due(self) -> SnapshotName | None:
         """The cut to record now."""
         with self._lock:

@@ -18,7 +18,6 @@ from decoupled_diloco.wire import incarnation_to, malformed, tensors_from
 from synchronizer_server.commits import layout_description
 from synchronizer_server.convert import check_id, check_tensors
 from synchronizer_server.core import events as ev
-from synchronizer_server.core.roster import LearnerState
 from synchronizer_server.engine import Engine
 from synchronizer_server.service.data import leases_from, previous_from
 from synchronizer_server.service.identity import require_current
@@ -86,7 +85,7 @@ class JoinDesk:
             return True
         learner = require_current(self._engine, learner_id, incarnation)
         nobody_seeds = not state.seeded and not state.seed_persisting and state.seeder is None
-        return nobody_seeds or learner.state is LearnerState.LEFT
+        return nobody_seeds or learner.state.has_left
 
     def _remember(self, request: tuple[str, str], incarnation: Incarnation) -> None:
         self._granted[request] = incarnation
@@ -227,6 +226,7 @@ class JoinDesk:
                 learner_id=learner_id,
                 incarnation=incarnation,
                 shard=shard,
+                records_parts=request.records_parts,
                 previous=previous,
                 claims=claims,
             )

@@ -12,7 +12,6 @@ from google.protobuf.message import Message
 
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.v1 import admin_pb2 as pb
-from decoupled_diloco.v1 import synchronizer_pb2
 from decoupled_diloco.wire import version_to
 from synchronizer_server.convert import check_id
 from synchronizer_server.core import events as ev
@@ -129,8 +128,7 @@ class OperatorDesk:
                 f"{learner_id} is not connected ({learner.state}), so it cannot be asked to leave",
             )
         reason = _one_line(request.reason) or "an operator asked for it"
-        drain = synchronizer_pb2.Drain(reason=reason)
-        engine.send(stream, synchronizer_pb2.ReportResponse(drain=drain))
+        engine.handle(ev.LearnerDrained(learner_id=learner_id, reason=reason))
         logger.info("%s is asked to leave: %s", learner_id, reason)
         engine.parts.journal.write("drain", learner_id=learner_id, reason=reason)
         return pb.DrainLearnerResponse()

@@ -14,6 +14,7 @@ from synchronizer_server.core.leases import DataLeases
 from synchronizer_server.core.lineage import Lineage
 from synchronizer_server.core.pacing import Pace
 from synchronizer_server.core.quarantine import Quarantine
+from synchronizer_server.core.records import DrainRecord
 from synchronizer_server.core.roster import Roster
 from synchronizer_server.core.rounds import Round
 from synchronizer_server.core.scale import NormScale
@@ -36,6 +37,7 @@ class Restored:
             None where it did not answer.
         data: where the leased data stands.
         leases: the data on lease.
+        drains: who was asked to leave.
     """
 
     global_step: int
@@ -49,6 +51,7 @@ class Restored:
     tokens_processed: Mapping[str, int] = field(default_factory=dict)
     data: DataRecord = field(default_factory=DataRecord)
     leases: tuple[LeaseRecord, ...] = ()
+    drains: tuple[DrainRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +200,7 @@ def new_state(
         state.lineage.start(restored.versions)
         state.knows_members = restored.ages_s is not None
         ages_s = restored.ages_s or {}
+        drains = {x.learner_id: x for x in restored.drains}
         for learner_id, incarnation in sorted(restored.incarnations.items()):
             state.roster.restore(
                 learner_id,
@@ -207,5 +211,6 @@ def new_state(
                 num_tokens_merged=restored.tokens_merged.get(learner_id, 0),
                 heard_at=now - ages_s.get(learner_id, 0.0),
                 expected=ages_s.get(learner_id, math.inf) < settings.heartbeat_timeout_s,
+                drain=drains.get(learner_id),
             )
     return state

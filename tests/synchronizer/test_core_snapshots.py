@@ -276,3 +276,27 @@ def test_whatever_happens_every_learner_live_at_the_cut_is_in_it_or_left_out_and
             note(s.feed(ev.SnapshotKept(global_step=pending.global_step)))
     assert s.core.snapshots.pending is None, "it ends, whatever happens"
     assert sorted(ended) == sorted(at_cut)
+
+
+def test_who_has_nowhere_to_write_its_part_is_left_out_at_once_with_the_reason():
+    s = Script(settings()).warm(*NAMES)
+    s.auto |= set(ACTIONS)
+    s.join("c", records_parts=False)
+    s.open("c")
+    s.feed(ev.SnapshotWanted())
+    effects = commit(s)
+    (begun,) = only(effects, ef.BeginSnapshot)
+    assert begun.awaited == ("a", "b")
+    (keep,) = only(recorded(s, "a", begun.global_step) + recorded(s, "b", begun.global_step),
+                   ef.KeepSnapshot)  # fmt: skip
+    assert keep.left_out == {"c": "it has no directory for its part"}
+
+
+def test_a_snapshot_that_nobody_can_be_in_is_over_at_once():
+    s = Script(settings(num_learners=1)).warm("a")
+    s.auto |= set(ACTIONS)
+    s.join("a", records_parts=False)
+    s.open("a")
+    s.feed(ev.SnapshotWanted())
+    (end,) = only(commit(s, "a"), ef.EndSnapshot)
+    assert end.failure == "no learner is in it (a: it has no directory for its part)"
