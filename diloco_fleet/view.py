@@ -225,9 +225,9 @@ def _round_lines(status: admin_pb2.GetStatusResponse) -> list[str]:
     lines = [
         f"since the synchronizer's start {duration(status.uptime_seconds)} ago: "
         f"{', '.join(_totals(status.totals))}",
-        "up, down, merged: since the same start   merged: contributions, and (-N) pushes that are "
-        "none   behind: fragments whose published version is not applied yet",
-        f"quorum {status.quorum}   grace {pace.grace_seconds:.3f} s   step "
+        "up, down, merged: since the same start   merged: contributions, (-N) pushes not merged   "
+        "behind: fragments whose published version is not applied yet",
+        f"quorum {status.quorum}   grace {pace.grace_seconds:.3f} s   inner step "
         f"{pace.step_seconds:.3f} s",
     ]
     for entry in status.rounds:

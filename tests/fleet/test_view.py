@@ -86,7 +86,7 @@ def drawn(what: Scene) -> str:
         "since the synchronizer's start 12 s ago: up 1.5 MB, down 0 B, participation 98%, ",
         "measured H 24.5",
         "up, down, merged: since the same start",
-        "merged: contributions, and (-N) pushes that are none",
+        "merged: contributions, (-N) pushes not merged",
         "round 201 of fragment 9: collecting, 1 of 2 contributions",
         "round 201 has waited 12 s, quorum: 1 of 2: learner-2",
         "held-out loss 2.7183 nats per token at global step 150",
