@@ -328,11 +328,12 @@ class SnapshotWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotRecorded:
-    """The learner's clock shows that its part of this cut is written: the return marker."""
+    """The learner's clock shows that its part is written; or it says why there will be none."""
 
     learner_id: str
     incarnation: Incarnation
     global_step: int
+    missing: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

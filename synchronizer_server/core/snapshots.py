@@ -168,6 +168,10 @@ class Snapshots:
             return
         if pending.awaited.get(event.learner_id) != event.incarnation:
             return
+        if event.missing:
+            del pending.awaited[event.learner_id]
+            pending.left_out[event.learner_id] = event.missing
+            return
         pending.recorded[event.learner_id] = pending.awaited.pop(event.learner_id)
         self._longest_s = max(self._longest_s or 0.0, now - pending.begun_at)
 
