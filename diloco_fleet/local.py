@@ -20,6 +20,7 @@ from decoupled_diloco.errors import (
     CATALOGUE,
     EXIT_DRAINED,
     EXIT_OK,
+    EXIT_TOLD_TO_LEAVE,
     DilocoError,
     Reason,
     reason_of,
@@ -29,7 +30,7 @@ from diloco_fleet.process import Process, ProcessSpec, RestartPolicy, State, des
 from diloco_fleet.run_files import FleetFile, RunFiles
 from diloco_fleet.stages import KILL_WAIT_S, Stage, Step, told
 
-_AS_TOLD: Final = (EXIT_OK, EXIT_DRAINED, -signal.SIGTERM)
+_AS_TOLD: Final = (EXIT_OK, EXIT_TOLD_TO_LEAVE, EXIT_DRAINED, -signal.SIGTERM)
 """Exit codes of a process that did what SIGTERM asks for."""
 
 
@@ -192,6 +193,7 @@ class Supervisor:
         words = process.last_words() if process.state is State.FAILED else ""
         sentence = {
             State.DONE: f"{process.name} has finished",
+            State.DRAINED: f"{process.name} is drained: it has left and is not started again",
             State.STOPPED: f"{process.name} has stopped"
             + ("" if process.exit_code in _AS_TOLD else f" ({how})"),
             State.WAITING: f"{process.name} died ({how}); it starts again",
@@ -227,8 +229,12 @@ class Supervisor:
         elif any(learner.state is State.DONE for learner in self._learners):
             self._finish()
         elif all(learner.ended for learner in self._learners):
-            failed = [learner for learner in self._learners if learner.state is State.FAILED]
-            self._fail((failed or self._learners)[0])
+            failed = [x for x in self._learners if x.state is not State.DRAINED]
+            if failed:
+                self._fail(failed[0])
+            else:
+                self._asked = True
+                self._drain("an operator has drained every learner: draining the fleet")
 
     def _fail(self, process: Process) -> None:
         self._error = error_of(process)

@@ -16,6 +16,7 @@ from decoupled_diloco.errors import (
     EXIT_INCOMPATIBLE,
     EXIT_OK,
     EXIT_STORAGE,
+    EXIT_TOLD_TO_LEAVE,
     EXIT_USAGE,
     Reason,
     UsageError,
@@ -47,6 +48,7 @@ class State(StrEnum):
     RUNNING = "running"
     WAITING = "waiting"
     DONE = "done"
+    DRAINED = "drained"
     STOPPED = "stopped"
     FAILED = "failed"
 
@@ -77,7 +79,7 @@ class RestartPolicy:
 
     Attributes:
         restart: which ends are followed by another start; the exit codes of ``HOPELESS`` never
-            are.
+            are, and that of a learner that an operator drained.
         max_restarts: give up after so many starts in a row of which none lived for ``STABLE_S``.
         max_wait_s: longest wait before a start; waits double from start to start up to this.
     """
@@ -93,7 +95,7 @@ class RestartPolicy:
             exit_code: of the life that ended; minus the signal's number for a signal.
             num_short_lives: lives in a row that were shorter than ``STABLE_S``, this one too.
         """
-        if exit_code in HOPELESS or self.restart is Restart.NEVER:
+        if exit_code in HOPELESS | {EXIT_TOLD_TO_LEAVE} or self.restart is Restart.NEVER:
             return None
         on_purpose = exit_code in (EXIT_OK, EXIT_DRAINED, -signal.SIGTERM)
         if on_purpose and self.restart is Restart.ON_FAILURE:
@@ -134,7 +136,7 @@ class Process:
     @property
     def ended(self) -> bool:
         """True when it neither runs nor will be started again."""
-        return self.state in (State.DONE, State.STOPPED, State.FAILED)
+        return self.state in (State.DONE, State.DRAINED, State.STOPPED, State.FAILED)
 
     def start(self, now: float) -> None:
         """Starts a life.
@@ -183,6 +185,8 @@ class Process:
             self.state = State.DONE
         elif self._told_to_stop:
             self.state = State.STOPPED
+        elif exit_code == EXIT_TOLD_TO_LEAVE:
+            self.state = State.DRAINED
         elif delay_s is None:
             self.state = State.FAILED
         else:

@@ -17,7 +17,10 @@ from diloco_fleet.data_view import data_lines
 from diloco_fleet.metrics import Evaluation
 from diloco_fleet.status import Seen, who_leads
 
-_STATE_STYLES: Final = {"live": "green", "disconnected": "yellow", "gone": "red", "left": "dim"}
+_STATE_STYLES: Final = {
+    "live": "green", "expected": "yellow", "disconnected": "yellow", "gone": "red", "left": "dim",
+    "drained": "dim",
+}  # fmt: skip
 _ETA_WINDOW_S: Final = 60.0
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 _RUNNING: Final = ("", "running")
@@ -138,7 +141,7 @@ def _backing(replication: admin_pb2.ReplicationStatus) -> str:
     """How the leader is backed, in words."""
     standbys = [
         f"standby {x.standby_id} {'in sync' if x.in_sync else 'not in sync'} at "
-        f"{x.acked_global_step}" + ("" if x.connected else ", not connected")
+        f"global step {x.acked_global_step}" + ("" if x.connected else ", not connected")
         for x in replication.replicas
     ]
     parts = [f"replication {replication.mode or 'unknown'}", *(standbys or ["no standby in sync"])]
@@ -185,7 +188,7 @@ def _learners(
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("learner", no_wrap=True)
     table.add_column("state", no_wrap=True)
-    for name in ("step", "loss", "tok/s", "behind", "up", "down", "merged", "again"):
+    for name in ("step", "loss", "tokens/s", "behind", "up", "down", "merged", "restarts"):
         table.add_column(name, justify="right", no_wrap=True)
     known = {learner.learner_id: learner for learner in status.learners}
     names = [*known, *(n for n in processes if n not in known and n.startswith("learner"))]
@@ -196,7 +199,7 @@ def _learners(
             table.add_row(name, Text(state or "starting", style="dim"))
             continue
         seen = "quarantine" if learner.quarantine else learner.state
-        shown = seen if state in ("", "running", "done") else f"{seen}, {state}"
+        shown = seen if state in ("", "running", "done", seen) else f"{seen}, {state}"
         table.add_row(
             name,
             Text(shown, style=_STATE_STYLES.get(learner.state, "")),
@@ -207,7 +210,7 @@ def _learners(
             size(learner.bytes_up),
             size(learner.bytes_down),
             _merged(learner),
-            f"{restarts}x" if restarts else "",
+            str(restarts) if restarts else "",
         )
     return table
 
@@ -222,9 +225,9 @@ def _round_lines(status: admin_pb2.GetStatusResponse) -> list[str]:
     lines = [
         f"since the synchronizer's start {duration(status.uptime_seconds)} ago: "
         f"{', '.join(_totals(status.totals))}",
-        "up, down, merged: since the same start   behind: fragments behind, published and not yet "
-        "applied",
-        f"quorum {status.quorum}   grace {pace.grace_seconds:.3f} s   step "
+        "up, down, merged: since the same start   merged: contributions, (-N) pushes not merged   "
+        "behind: fragments whose published version is not applied yet",
+        f"quorum {status.quorum}   grace {pace.grace_seconds:.3f} s   inner step "
         f"{pace.step_seconds:.3f} s",
     ]
     for entry in status.rounds:
@@ -232,7 +235,7 @@ def _round_lines(status: admin_pb2.GetStatusResponse) -> list[str]:
         grace = f", grace {entry.grace_seconds:.3f} s" if entry.grace_seconds else ""
         lines.append(
             f"round {entry.global_step} of fragment {entry.fragment}: {entry.state}, "
-            f"{len(entry.accepted)} of {asked} in{grace}"
+            f"{len(entry.accepted)} of {asked} contributions{grace}"
         )
     lines += data_lines(status)
     reasons = [f"{x.learner_id} {x.last_reason}" for x in status.learners if x.last_reason]
@@ -241,8 +244,20 @@ def _round_lines(status: admin_pb2.GetStatusResponse) -> list[str]:
     lines += [
         f"{x.learner_id} is left out: {x.quarantine}" for x in status.learners if x.quarantine
     ]
+    lines += _snapshot_lines(status.snapshot)
     lines += [_wait_text(wait) for wait in status.waits]
     return lines
+
+
+def _snapshot_lines(snapshot: admin_pb2.SnapshotStatus) -> list[str]:
+    """What became of the last snapshot, and who is not in it; nothing before the first."""
+    if not snapshot.last:
+        return []
+    if snapshot.failure:
+        return [f"snapshot {snapshot.last} failed: {snapshot.failure}"]
+    out = [f"{name} ({why})" for name, why in sorted(snapshot.left_out.items())]
+    without = f", without {', '.join(out)}" if out else ""
+    return [f"snapshot {snapshot.last} is complete{without}"]
 
 
 def _totals(totals: admin_pb2.Totals) -> list[str]:
@@ -251,13 +266,13 @@ def _totals(totals: admin_pb2.Totals) -> list[str]:
         f"up {size(totals.bytes_up)}",
         f"down {size(totals.bytes_down)}",
         f"participation {totals.participation:.0%}" if totals.live else "participation -",
-        f"H {totals.measured_h:.1f}" if totals.measured_h > 0.0 else "H -",
+        f"measured H {totals.measured_h:.1f}" if totals.measured_h > 0.0 else "measured H -",
     ]
 
 
 def _wait_text(wait: admin_pb2.Wait) -> str:
     detail = f": {wait.detail}" if wait.detail else ""
-    return f"{wait.subject} waits for {wait.reason} since {duration(wait.seconds)}{detail}"
+    return f"{wait.subject} has waited {duration(wait.seconds)}, {wait.reason}{detail}"
 
 
 def _evaluation_text(evaluation: Evaluation) -> str:
@@ -273,9 +288,9 @@ def plain_line(scene: Scene) -> str:
     if status is None:
         return f"{_phase(scene)}: waiting for the synchronizer to answer"
     total = f"/{status.total_global_steps}" if status.total_global_steps else ""
-    parts = [f"step {status.global_step}{total}"]
+    parts = [f"global step {status.global_step}{total}"]
     if scene.eta_s is not None:
-        parts.append(f"eta {duration(scene.eta_s)}")
+        parts.append(f"about {duration(scene.eta_s)} to go")
     live = [learner for learner in status.learners if learner.state == "live"]
     # When all have finished, their last losses stay.
     shown = live or status.learners
@@ -284,9 +299,10 @@ def plain_line(scene: Scene) -> str:
     if losses:
         parts.append(f"loss {sum(losses) / len(losses):.3f}")
     if scene.evaluation is not None:
-        parts.append(f"held-out {scene.evaluation.loss:.3f}@{scene.evaluation.global_step}")
+        evaluation = scene.evaluation
+        parts.append(f"held-out loss {evaluation.loss:.3f} at {evaluation.global_step}")
     parts += [
-        f"tok/s {sum(learner.tokens_per_second for learner in live):,.0f}",
+        f"tokens/s {sum(learner.tokens_per_second for learner in live):,.0f}",
         f"fragments behind {max((learner.versions_behind for learner in live), default=0)}",
         f"quorum {status.quorum}",
         f"grace {status.pace.grace_seconds:.3f}s",

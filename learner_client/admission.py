@@ -105,6 +105,7 @@ class Admission:
             ],
             snapshot=snapshot,
             shard=None if before is None else before.shard,
+            records_parts=link.exchange.snapshots.records_parts,
         )
 
     def _begin(self, layout: Layout, settings: RunSettings) -> None:

@@ -50,7 +50,7 @@ class Learner:
     ::
 
         with Learner(model, address="127.0.0.1:50051", learner_id="learner-0") as learner:
-            while not learner.finished:
+            while not (learner.finished or learner.draining):
                 ...  # your own step: forward, backward, optimizer
                 learner.step(num_tokens=batch.numel(), loss=loss.item())
 

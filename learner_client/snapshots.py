@@ -89,6 +89,12 @@ class PartExchange:
         self._marks = SnapshotMarks()
         self._directory = directory
         self._captured: tuple[SnapshotName, TrainingState] | None = None
+        self._missing: list[tuple[SnapshotName, str]] = []
+
+    @property
+    def records_parts(self) -> bool:
+        """Whether this learner takes part in snapshots."""
+        return self._directory is not None
 
     @property
     def due(self) -> SnapshotName | None:
@@ -132,6 +138,9 @@ class PartExchange:
     def applied(self, version: Version) -> None:
         """An update is in the model."""
         with self._lock:
+            if self._directory is not None and self._marks.is_beyond(version):
+                name = SnapshotName(self._marks.term, self._marks.due)
+                self._missing.append((name, "an update above the cut was applied first"))
             self._marks.applied(version)
 
     def captured(self, name: SnapshotName, state: TrainingState | None) -> None:
@@ -140,11 +149,19 @@ class PartExchange:
             self._marks.captured()
             if state is not None:
                 self._captured = (name, state)
+            else:
+                self._missing.append((name, "its state could not be copied; its log says why"))
+
+    def take_missing(self) -> list[tuple[SnapshotName, str]]:
+        """Takes the snapshots of which there will be no part, each with the reason."""
+        with self._lock:
+            missing, self._missing = self._missing, []
+            return missing
 
     def write(self, learner_id: str) -> None:
         """Writes what was captured, where there is something; a failure is told, and that is all.
 
-        The synchronizer leaves out who does not return the marker.
+        The synchronizer leaves out who says so, or does not return the marker.
         """
         with self._lock:
             captured, self._captured = self._captured, None
@@ -156,6 +173,8 @@ class PartExchange:
             self._directory.write(name, learner_id, state)
         except DilocoError as error:
             _LOG.error("%s: no part of snapshot %s: %s", learner_id, name, error)
+            with self._lock:
+                self._missing.append((name, str(error)))
             return
         with self._lock:
             self._marks.written(name.term, name.global_step)

@@ -347,6 +347,12 @@ class Worker:
             while self._declines:
                 declined = self._declines.popleft()
                 yield synchronizer_pb2.ReportRequest(pull_declined=declined)
+            for name, reason in self._exchange.snapshots.take_missing():
+                if name.term == grant.term:
+                    missing = synchronizer_pb2.PartMissing(
+                        global_step=name.global_step, reason=reason
+                    )
+                    yield synchronizer_pb2.ReportRequest(part_missing=missing)
             report = self._exchange.take_report()
             if report is not None:
                 is_sent = False

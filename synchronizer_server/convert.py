@@ -15,6 +15,7 @@ MAX_ID_CHARS: Final = 128
 MAX_TENSORS: Final = 20_000
 MAX_DIMENSIONS: Final = 8
 MAX_FRAGMENTS: Final = 20_000
+_MAX_REASON_CHARS: Final = 200
 
 OUTCOMES: Final = {
     Outcome.ACCEPTED: pb.PUSH_OUTCOME_ACCEPTED,
@@ -34,6 +35,11 @@ def check_id(text: str, what: str) -> str:
             f"{what} is {text[:40]!r}: give 1 to {MAX_ID_CHARS} printable characters, no spaces"
         )
     return text
+
+
+def one_line(text: str) -> str:
+    """A reason in somebody's words, as one line that is not too long."""
+    return " ".join(text[:_MAX_REASON_CHARS].split())
 
 
 def check_tensors(messages: Sequence[types_pb2.TensorSpec]) -> None:

@@ -168,6 +168,9 @@ class Engine:
                     global_step=effect.global_step, due_fragments=effect.due_fragments
                 )
                 self._send_all(pb.ReportResponse(schedule=schedule))
+            case fx.SendDrain():
+                drain = pb.ReportResponse(drain=pb.Drain(reason=effect.reason))
+                self.tell(effect.learner_id, effect.incarnation, drain)
             case fx.SendStop():
                 stop = pb.Stop(global_step=effect.global_step, reason="the run is complete")
                 self._send_all(pb.ReportResponse(stop=stop))

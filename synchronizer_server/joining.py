@@ -19,7 +19,6 @@ from synchronizer_server.commits import layout_description
 from synchronizer_server.convert import check_id, check_tensors
 from synchronizer_server.core import events as ev
 from synchronizer_server.core.data_records import DataLease
-from synchronizer_server.core.roster import LearnerState
 from synchronizer_server.engine import Engine
 from synchronizer_server.service.data import leases_from, previous_from, snapshot_from
 from synchronizer_server.service.identity import require_current
@@ -87,7 +86,7 @@ class JoinDesk:
             return True
         learner = require_current(self._engine, learner_id, incarnation)
         nobody_seeds = not state.seeded and not state.seed_persisting and state.seeder is None
-        return nobody_seeds or learner.state is LearnerState.LEFT
+        return nobody_seeds or learner.state.has_left
 
     def _remember(self, request: tuple[str, str], incarnation: Incarnation) -> None:
         self._granted[request] = incarnation
@@ -219,6 +218,7 @@ class JoinDesk:
                 learner_id=learner_id,
                 incarnation=incarnation,
                 shard=shard,
+                records_parts=request.records_parts,
                 previous=previous,
                 claims=claims,
             )

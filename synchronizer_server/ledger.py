@@ -9,7 +9,7 @@ from decoupled_diloco.v1 import admin_pb2
 from decoupled_diloco.versions import Version
 from synchronizer_server.core.data_records import DataRecord
 from synchronizer_server.core.effects import RoundSummary
-from synchronizer_server.core.records import RoundRecord
+from synchronizer_server.core.records import DrainRecord, RoundRecord
 from synchronizer_server.core.state import CoreState, Restored
 from synchronizer_server.membership.base import Roll
 
@@ -130,6 +130,11 @@ def make_record(
         data=state.data.record if state.data is not None else DataRecord(),
         tokens_processed_by_learner={x.learner_id: x.num_tokens for x in learners},
         rolled_back=summary.rolled_back if summary else "",
+        drains=tuple(
+            DrainRecord(learner_id=x.learner_id, reason=x.drain, has_left=x.state.has_left)
+            for x in learners
+            if x.drain
+        ),
     )
 
 
@@ -164,5 +169,12 @@ def restored_from(record: RoundRecord, roll: Roll | None, quorum: int) -> Restor
         leases=record.leases,
         has_just_gone_back=(
             record.data.went_back is not None and record.data.went_back.term == record.term
+        ),
+        # A later life has joined since: it was let in after the one that had left.
+        drains=tuple(
+            x
+            for x in record.drains
+            if not x.has_left
+            or incarnations.get(x.learner_id) == record.incarnations.get(x.learner_id)
         ),
     )

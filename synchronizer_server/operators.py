@@ -12,9 +12,8 @@ from google.protobuf.message import Message
 
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.v1 import admin_pb2 as pb
-from decoupled_diloco.v1 import synchronizer_pb2
 from decoupled_diloco.wire import version_to
-from synchronizer_server.convert import check_id
+from synchronizer_server.convert import check_id, one_line
 from synchronizer_server.core import events as ev
 from synchronizer_server.engine import Engine
 
@@ -24,7 +23,6 @@ M = TypeVar("M", bound=Message)
 
 MAX_QUORUM: Final = 100_000
 _MAX_REMEMBERED: Final = 256
-_MAX_REASON_CHARS: Final = 200
 
 
 class OperatorDesk:
@@ -128,16 +126,15 @@ class OperatorDesk:
                 Reason.UNKNOWN_LEARNER,
                 f"{learner_id} is not connected ({learner.state}), so it cannot be asked to leave",
             )
-        reason = _one_line(request.reason) or "an operator asked for it"
-        drain = synchronizer_pb2.Drain(reason=reason)
-        engine.send(stream, synchronizer_pb2.ReportResponse(drain=drain))
+        reason = one_line(request.reason) or "an operator asked for it"
+        engine.handle(ev.LearnerDrained(learner_id=learner_id, reason=reason))
         logger.info("%s is asked to leave: %s", learner_id, reason)
         engine.parts.journal.write("drain", learner_id=learner_id, reason=reason)
         return pb.DrainLearnerResponse()
 
     async def _roll_back(self, request: pb.RollBackFragmentRequest) -> pb.RollBackFragmentResponse:
         engine, fragment = self._engine, request.fragment
-        reason = _one_line(request.reason)
+        reason = one_line(request.reason)
         if not reason:
             raise UsageError(
                 Reason.CONFIG_INVALID, "say why the fragment is put back: the record keeps it"
@@ -159,7 +156,3 @@ class OperatorDesk:
 def _look(task: asyncio.Task[Message]) -> None:
     if not task.cancelled():
         task.exception()
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text[:_MAX_REASON_CHARS].split())

@@ -18,9 +18,9 @@ def command(
 ) -> None:
     """Ask a learner to finish its step and leave.
 
-    LEARNER is its id, as in `diloco status`. The others go on without it; nobody waits for it. A
-    supervisor that restarts whatever ends starts it again: `diloco run --restart on-failure` does
-    not.
+    LEARNER is its id, as in `diloco status`. The others go on without it; nobody waits for it. It
+    ends with exit code 80, and `diloco run` does not start it again: it stays out until its process
+    is started anew, as by `diloco run --resume`.
     """
     with OperatorClient(fleet_address(run_dir, address), insecure=insecure) as client:
         client.drain(learner, reason)

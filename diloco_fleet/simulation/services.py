@@ -68,7 +68,7 @@ def _needs_new_life(engine: Engine, learner_id: str, incarnation: Incarnation) -
     learner = require_current(engine, learner_id, incarnation)
     state = engine.core.state
     nobody_seeds = not state.seeded and not state.seed_persisting and state.seeder is None
-    return nobody_seeds or learner is LearnerState.LEFT
+    return nobody_seeds or learner.has_left
 
 
 def require_current(engine: Engine, learner_id: str, incarnation: Incarnation) -> LearnerState:

@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, DilocoError, Reason, UsageError
+from decoupled_diloco.errors import (
+    EXIT_DRAINED,
+    EXIT_OK,
+    EXIT_TOLD_TO_LEAVE,
+    DilocoError,
+    Reason,
+    UsageError,
+)
 from decoupled_diloco.journal import Journal
 from learner_client.core.connection import Change
 from learner_client.core.leadership import Move
@@ -142,6 +149,7 @@ class Trainer:
                 shard=learner.shard,
             )
             self._train(learner, 0 if saved is None else saved.data.get("position", 0))
+            told_to_leave = learner.draining
         self._metrics.write(
             "stop",
             local_step=learner.local_step,
@@ -157,7 +165,9 @@ class Trainer:
             overhead.p99_s * 1e3,
             overhead.share * 100,
         )
-        return EXIT_OK if learner.finished else EXIT_DRAINED
+        if learner.finished:
+            return EXIT_OK
+        return EXIT_TOLD_TO_LEAVE if told_to_leave else EXIT_DRAINED
 
     def _capture(self, learner: SavedLearner) -> TrainingState:
         data = {"position": self._position(), **self._clock.state()}

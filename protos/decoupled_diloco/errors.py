@@ -23,6 +23,8 @@ EXIT_INCOMPATIBLE: Final = 65
 EXIT_INTERNAL: Final = 70
 EXIT_STORAGE: Final = 74
 EXIT_RETRY: Final = 75
+EXIT_TOLD_TO_LEAVE: Final = 80
+"""Of a learner that an operator drained: whoever starts processes again leaves it alone."""
 EXIT_DRAINED: Final = 143
 
 

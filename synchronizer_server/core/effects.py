@@ -52,6 +52,15 @@ class SendSchedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendDrain:
+    """Ask a learner to finish its step and leave."""
+
+    learner_id: str
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendStop:
     """Tell every learner that the run is complete."""
 
@@ -353,6 +362,7 @@ Effect = (
     | GrantData
     | SendPull
     | SendSchedule
+    | SendDrain
     | SendStop
     | Fence
     | CloseStream

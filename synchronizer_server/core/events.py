@@ -36,6 +36,7 @@ class LearnerJoined:
 
     Attributes:
         shard: its number, and data shard.
+        records_parts: True where it records its part of snapshots.
         previous: incarnation of the same process before, if it had one.
         claims: data leases that this process holds since then.
     """
@@ -43,6 +44,7 @@ class LearnerJoined:
     learner_id: str
     incarnation: Incarnation
     shard: int
+    records_parts: bool = True
     previous: Incarnation | None = None
     claims: tuple[DataLease, ...] = ()
 
@@ -69,6 +71,14 @@ class LearnerLeft:
 
     learner_id: str
     incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerDrained:
+    """An operator asks a learner to leave."""
+
+    learner_id: str
     reason: str
 
 
@@ -318,11 +328,12 @@ class SnapshotWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotRecorded:
-    """The learner's clock shows that its part of this cut is written: the return marker."""
+    """The learner's clock shows that its part is written; or it says why there will be none."""
 
     learner_id: str
     incarnation: Incarnation
     global_step: int
+    missing: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,6 +368,7 @@ Event = (
     | StreamOpened
     | StreamClosed
     | LearnerLeft
+    | LearnerDrained
     | Heard
     | StepReported
     | DataRequested

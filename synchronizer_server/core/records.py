@@ -10,6 +10,7 @@ Whatever is read back is checked as if a stranger had written it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -70,6 +71,21 @@ class DropRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRecord:
+    """One learner that an operator asked to leave.
+
+    Attributes:
+        learner_id: the learner.
+        reason: why, in the operator's words.
+        has_left: True once it did.
+    """
+
+    learner_id: str
+    reason: str
+    has_left: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRecord:
     """What a run is after a round.
 
@@ -93,6 +109,7 @@ class RoundRecord:
         tokens_processed_by_learner: tokens reported in all lives, by learner id.
         layout_fingerprint: fingerprint of the layout that the versions belong to.
         rolled_back: why an operator put the fragment back in this round; empty in all others.
+        drains: learners that operators asked to leave, and that have not joined again since.
     """
 
     run_id: str
@@ -114,6 +131,7 @@ class RoundRecord:
     data: DataRecord = field(default_factory=DataRecord)
     tokens_processed_by_learner: Mapping[str, int] = field(default_factory=dict)
     rolled_back: str = ""
+    drains: tuple[DrainRecord, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Returns the record as JSON values (digests as hex)."""
@@ -138,6 +156,7 @@ class RoundRecord:
             "data": data_to(self.data),
             "tokens_processed_by_learner": dict(self.tokens_processed_by_learner),
             "rolled_back": self.rolled_back,
+            "drains": [dataclasses.asdict(item) for item in self.drains],
         }
 
     @classmethod
@@ -171,6 +190,7 @@ class RoundRecord:
             data=reader.nested("data", data_from),
             tokens_processed_by_learner=reader.mapping("tokens_processed_by_learner", read_integer),
             rolled_back=reader.text("rolled_back"),
+            drains=reader.sequence("drains", _drain_from),
         )
         reader.done()
         _check_consistent(record)
@@ -241,6 +261,17 @@ def _drop_from(value: object, where: str) -> DropRecord:
     drop = DropRecord(learner_id=reader.text("learner_id"), reason=reader.text("reason"))
     reader.done()
     return drop
+
+
+def _drain_from(value: object, where: str) -> DrainRecord:
+    reader = Reader(value, where)
+    drain = DrainRecord(
+        learner_id=reader.text("learner_id"),
+        reason=reader.text("reason"),
+        has_left=reader.truth("has_left"),
+    )
+    reader.done()
+    return drain
 
 
 def _check_consistent(record: RoundRecord) -> None:

@@ -16,6 +16,7 @@ from typing import Final
 from decoupled_diloco.errors import Reason
 from decoupled_diloco.versions import Incarnation
 from synchronizer_server.core.events import LearnerJoined, StepReported
+from synchronizer_server.core.records import DrainRecord
 
 _INTERVALS: Final = 5
 _MOST_ABOVE_LOW: Final = 1.1
@@ -33,6 +34,12 @@ class LearnerState(StrEnum):
     DISCONNECTED = "disconnected"
     GONE = "gone"
     LEFT = "left"
+    DRAINED = "drained"
+
+    @property
+    def has_left(self) -> bool:
+        """True where it said goodbye: nobody waits for it, and nothing of this life comes."""
+        return self in {LearnerState.LEFT, LearnerState.DRAINED}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,6 +73,9 @@ class Learner:
         merged_steps: by fragment, its local step at its last contribution.
         counters_cut: True while its pushes claim more than it can have.
         quarantine: why it is left out for a while; empty where it is not.
+        drain: why an operator asked it to leave; empty where nobody did. It holds until it has
+            left: a process that died first, and was started again, is asked anew.
+        records_parts: True where it records its part of snapshots.
     """
 
     learner_id: str
@@ -94,6 +104,8 @@ class Learner:
     merged_steps: dict[int, int] = field(default_factory=dict)
     counters_cut: bool = False
     quarantine: str = ""
+    drain: str = ""
+    records_parts: bool = True
 
     @property
     def live(self) -> bool:
@@ -209,23 +221,27 @@ class Roster:
 
     def restore(self, learner_id: str, *, incarnation: Incarnation, shard: int, local_step: int,
                 num_tokens: int, num_tokens_merged: int, heard_at: float,
-                expected: bool) -> None:  # fmt: skip
+                expected: bool, drain: DrainRecord | None) -> None:  # fmt: skip
         """Puts a learner back that a record knows.
 
-        Expected, where the membership heard it not long ago, else disconnected, until it joins
-        again.
+        Drained, where it was; expected, where the membership heard it not long ago, else
+        disconnected, until it joins again.
         """
-        self._has_expected = self._has_expected or expected
+        state = LearnerState.EXPECTED if expected else LearnerState.DISCONNECTED
+        if drain is not None and drain.has_left:
+            state = LearnerState.DRAINED
+        self._has_expected = self._has_expected or state is LearnerState.EXPECTED
         self._learners[learner_id] = Learner(
             learner_id=learner_id,
             incarnation=incarnation,
             shard=shard,
             heard_at=heard_at,
-            state=LearnerState.EXPECTED if expected else LearnerState.DISCONNECTED,
+            state=state,
             local_step=local_step,
             asked_step=local_step,
             num_tokens=num_tokens,
             num_tokens_merged=num_tokens_merged,
+            drain=drain.reason if drain is not None else "",
         )
 
     def join(self, event: LearnerJoined, now: float) -> Learner:
@@ -240,8 +256,11 @@ class Roster:
             incarnation=event.incarnation,
             shard=event.shard,
             heard_at=now,
+            records_parts=event.records_parts,
         )
         if before is not None:
+            if before.state is not LearnerState.DRAINED:
+                learner.drain = before.drain
             learner.local_step = learner.asked_step = before.local_step
             learner.num_tokens = before.num_tokens
             learner.num_tokens_merged = before.num_tokens_merged

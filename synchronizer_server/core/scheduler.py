@@ -20,7 +20,7 @@ from synchronizer_server.core.effects import (
 )
 from synchronizer_server.core.events import PersistFailed, PushKey, RoundMerged, RoundPersisted
 from synchronizer_server.core.pushes import PushDesk, dropped
-from synchronizer_server.core.roster import Learner, LearnerState
+from synchronizer_server.core.roster import Learner
 from synchronizer_server.core.rounds import Pending, Round, RoundInput, RoundState
 from synchronizer_server.core.state import CoreState
 
@@ -204,7 +204,7 @@ class Scheduler:
             return 0
         if state.knows_members:
             return len(state.roster.expected())
-        here = sum(x.live or x.state is LearnerState.LEFT for x in state.roster)
+        here = sum(x.live or x.state.has_left for x in state.roster)
         return max(state.settings.num_learners - here, 0)
 
     def _ask(self, round_: Round, candidates: list[Learner], now: float) -> None:

@@ -18,6 +18,9 @@ from synchronizer_server.core.state import CoreState
 
 _LONGEST_FACTOR = 4.0
 
+NO_DIRECTORY = "it has no directory for its part"
+"""Why a learner is left out that said so at Join."""
+
 
 @dataclass(slots=True, kw_only=True)
 class PendingSnapshot:
@@ -74,9 +77,14 @@ class Snapshots:
         self._next_due = self._due_after(step)
         self.wanted = False
         self.cut = step
-        awaited = {x.learner_id: x.incarnation for x in state.roster.live()}
+        live = state.roster.live()
+        awaited = {x.learner_id: x.incarnation for x in live if x.records_parts}
         self.pending = PendingSnapshot(
-            global_step=step, begun_at=now, deadline=now + self._bound_s(), awaited=awaited
+            global_step=step,
+            begun_at=now,
+            deadline=now + self._bound_s(),
+            awaited=awaited,
+            left_out={x.learner_id: NO_DIRECTORY for x in live if not x.records_parts},
         )
         state.effects.append(BeginSnapshot(global_step=step, awaited=tuple(awaited)))
 
@@ -164,6 +172,10 @@ class Snapshots:
             return
         if pending.awaited.get(event.learner_id) != event.incarnation:
             return
+        if event.missing:
+            del pending.awaited[event.learner_id]
+            pending.left_out[event.learner_id] = event.missing
+            return
         pending.recorded[event.learner_id] = pending.awaited.pop(event.learner_id)
         self._longest_s = max(self._longest_s or 0.0, now - pending.begun_at)
 
@@ -171,7 +183,7 @@ class Snapshots:
         learner = self._state.roster.current(learner_id, incarnation)
         if learner is None:
             return "a later incarnation joined"
-        if learner.state in {LearnerState.LEFT, LearnerState.GONE}:
+        if learner.state.has_left or learner.state is LearnerState.GONE:
             return str(learner.state)
         if not learner.live and now >= learner.heard_at + self._silence_s:
             return str(learner.state)

@@ -14,6 +14,7 @@ from synchronizer_server.core.leases import DataLeases
 from synchronizer_server.core.lineage import Lineage
 from synchronizer_server.core.pacing import Pace
 from synchronizer_server.core.quarantine import Quarantine
+from synchronizer_server.core.records import DrainRecord
 from synchronizer_server.core.roster import Roster
 from synchronizer_server.core.rounds import Round
 from synchronizer_server.core.scale import NormScale
@@ -38,6 +39,7 @@ class Restored:
         leases: the data on lease.
         has_just_gone_back: True where the record is the one with which the run went back to a
             snapshot: nothing was leased since.
+        drains: who was asked to leave.
     """
 
     global_step: int
@@ -52,6 +54,7 @@ class Restored:
     data: DataRecord = field(default_factory=DataRecord)
     leases: tuple[LeaseRecord, ...] = ()
     has_just_gone_back: bool = False
+    drains: tuple[DrainRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +206,7 @@ def new_state(
         state.lineage.start(restored.versions)
         state.knows_members = restored.ages_s is not None
         ages_s = restored.ages_s or {}
+        drains = {x.learner_id: x for x in restored.drains}
         for learner_id, incarnation in sorted(restored.incarnations.items()):
             state.roster.restore(
                 learner_id,
@@ -213,6 +217,7 @@ def new_state(
                 num_tokens_merged=restored.tokens_merged.get(learner_id, 0),
                 heard_at=now - ages_s.get(learner_id, 0.0),
                 expected=ages_s.get(learner_id, math.inf) < settings.heartbeat_timeout_s,
+                drain=drains.get(learner_id),
             )
     return state
 

@@ -104,6 +104,13 @@ class Reader:
             raise corrupt(where, f"expected text, found {type(value).__name__}")
         return value
 
+    def truth(self, key: str) -> bool:
+        """True or false."""
+        value, where = self._take(key)
+        if not isinstance(value, bool):
+            raise corrupt(where, f"expected true or false, found {type(value).__name__}")
+        return value
+
     def nested(self, key: str, read: Callable[[object, str], _T]) -> _T:
         """Whatever ``read`` makes of it."""
         return read(*self._take(key))

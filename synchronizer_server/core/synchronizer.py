@@ -18,6 +18,7 @@ from synchronizer_server.core.effects import (
     Fence,
     LearnerChanged,
     QuarantineChanged,
+    SendDrain,
 )
 from synchronizer_server.core.pushes import PushDesk
 from synchronizer_server.core.recovery import RecoveryDesk
@@ -194,6 +195,8 @@ class SynchronizerCore:
                 self.state.quorum = event.quorum
             case ev.RollBack():
                 self._roll_back(event)
+            case ev.LearnerDrained():
+                self._drained(event)
             case ev.SeedForbidden():
                 self._seeding.forbidden(event)
             case ev.DrainStarted():
@@ -238,9 +241,10 @@ class SynchronizerCore:
             case ev.StreamOpened():
                 learner = self._current(event.learner_id, event.incarnation)
                 may_open = learner is not None and not learner.lease_lost
-                if learner is not None and may_open and learner.state is not LearnerState.LEFT:
+                if learner is not None and may_open and not learner.state.has_left:
                     self.state.roster.opened(learner, now)
                     self._changed(learner, "report stream open")
+                    self._send_drain(learner)
             case ev.StreamClosed():
                 self._out(event, LearnerState.DISCONNECTED, "report stream closed")
             case _:
@@ -270,6 +274,22 @@ class SynchronizerCore:
         if median is not None:
             self.state.pace.observe_step(median)
 
+    def _drained(self, event: ev.LearnerDrained) -> None:
+        learner = self.state.roster.find(event.learner_id)
+        assert learner is not None, "checked where it was asked for"
+        learner.drain = event.reason
+        self._send_drain(learner)
+
+    def _send_drain(self, learner: Learner) -> None:
+        if learner.drain:
+            self.state.effects.append(
+                SendDrain(
+                    learner_id=learner.learner_id,
+                    incarnation=learner.incarnation,
+                    reason=learner.drain,
+                )
+            )
+
     def _heard(self, key: ev.PushKey, now: float) -> None:
         learner = self._current(key.learner_id, key.incarnation)
         if learner is not None:
@@ -279,12 +299,14 @@ class SynchronizerCore:
         self, event: ev.StreamClosed | ev.LearnerLeft, state: LearnerState, reason: str
     ) -> None:
         learner = self._current(event.learner_id, event.incarnation)
-        if learner is None or learner.state in {state, LearnerState.LEFT}:
+        if learner is None or learner.state is state or learner.state.has_left:
             return
+        if state is LearnerState.LEFT and learner.drain:
+            state = LearnerState.DRAINED
         if state is LearnerState.DISCONNECTED and learner.state is LearnerState.GONE:
             return
         self.state.roster.move(learner, state)
-        if state is LearnerState.LEFT:
+        if state.has_left:
             self._data.give_back(learner)
         self._drop_out(learner, reason)
 
@@ -301,7 +323,8 @@ class SynchronizerCore:
             )
         for learner, why in self._data.expired(now):
             was_live = learner.live
-            self.state.roster.move(learner, LearnerState.GONE)
+            if not learner.state.has_left:  # by a record that still had leases of it
+                self.state.roster.move(learner, LearnerState.GONE)
             self._data.give_back(learner)
             reason = f"{why}; its data is handed out again"
             if was_live:

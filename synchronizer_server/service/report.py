@@ -11,7 +11,7 @@ from decoupled_diloco.logs import ChangeLogger
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.versions import Incarnation
 from decoupled_diloco.wire import check_count, incarnation_from, malformed
-from synchronizer_server.convert import MAX_FRAGMENTS, loss_from
+from synchronizer_server.convert import MAX_FRAGMENTS, loss_from, one_line
 from synchronizer_server.core import events as ev
 from synchronizer_server.engine import Engine
 from synchronizer_server.limits import MESSAGES_PER_S, Throttle
@@ -114,6 +114,14 @@ def _event(stream: ReportStream, request: pb.ReportRequest) -> ev.Event:
                 incarnation=incarnation,
                 global_step=request.pull_declined.global_step,
                 reason=reason_of(request.pull_declined.reason),
+            )
+        case "part_missing":
+            told = request.part_missing
+            return ev.SnapshotRecorded(
+                learner_id=learner_id,
+                incarnation=incarnation,
+                global_step=told.global_step,
+                missing=one_line(told.reason) or "it has no part, and does not say why",
             )
         case _:
             raise malformed("a report of a kind that is not known here")

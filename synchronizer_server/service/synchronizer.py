@@ -15,6 +15,7 @@ from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.v1 import synchronizer_pb2_grpc as rpc
 from decoupled_diloco.wire import incarnation_from, malformed
+from synchronizer_server.convert import one_line
 from synchronizer_server.core import events as ev
 from synchronizer_server.engine import Engine
 from synchronizer_server.joining import JoinDesk
@@ -125,7 +126,7 @@ class SynchronizerService(rpc.SynchronizerServiceServicer):
             ev.LearnerLeft(
                 learner_id=request.learner_id,
                 incarnation=incarnation,
-                reason=" ".join(request.reason[:200].split()) or "goodbye",
+                reason=one_line(request.reason) or "goodbye",
             )
         )
         try:

@@ -157,7 +157,7 @@ def seen_by(replication: admin_pb2.ReplicationStatus) -> tuple[Seen, ...]:
                     )
                 ],
             ),
-            "replication one, standby s1 in sync at 41, lease held",
+            "replication one, standby s1 in sync at global step 41, lease held",
         ),
         (
             admin_pb2.ReplicationStatus(mode="off", unsafe_rounds=5),

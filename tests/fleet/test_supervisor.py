@@ -175,6 +175,35 @@ def test_a_synchronizer_that_ends_by_itself_is_started_again(fleet: Fleet, end: 
     assert fleet.restarts() == {"synchronizer": 1}
 
 
+def test_a_learner_that_an_operator_drained_stays_out_and_is_no_failure(fleet: Fleet) -> None:
+    """Exit code 80, whatever the restart policy: the others go on to the end without it."""
+    good = "while [ ! -e go ]; do sleep 0.02; done; " + FINISHES
+    supervisor = fleet.supervisor(["exit 80", good])
+
+    def tick() -> None:
+        if any("learner-0 is drained" in line for line in fleet.said):
+            (fleet.folder / "go").touch()
+
+    assert supervisor.run(tick).word == "complete"
+    assert fleet.restarts() == {}
+    assert fleet.journal("restart") == []
+    states = {x.name: x.state for x in read_fleet(fleet.files.fleet).processes}
+    assert (states["learner-0"], states["learner-1"]) == ("drained", "done")
+
+
+def test_a_fleet_whose_learners_are_all_drained_ends_as_drained(fleet: Fleet) -> None:
+    outcome = fleet.run(fleet.supervisor(["exit 80", "exit 80"], evaluator=SERVES))
+    assert (outcome.word, outcome.exit_code, outcome.error) == ("drained", 143, None)
+    assert any("drained every learner" in line for line in fleet.said)
+
+
+def test_a_fleet_that_lost_its_last_learner_fails_though_others_were_drained(fleet: Fleet) -> None:
+    outcome = fleet.run(fleet.supervisor(["exit 80", "exit 65"], evaluator=SERVES))
+    assert outcome.word == "failed"
+    assert outcome.error is not None
+    assert "learner-1" in outcome.error.message
+
+
 @pytest.mark.parametrize("code", [64, 65])
 def test_a_learner_that_cannot_belong_is_left_out_and_the_run_says_why(
     fleet: Fleet, code: int
@@ -338,6 +367,8 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
         (Restart.ALWAYS, 64, False),
         (Restart.ALWAYS, 65, False),
         (Restart.ALWAYS, 74, False),
+        (Restart.ALWAYS, 80, False),
+        (Restart.ON_FAILURE, 80, False),
         (Restart.ON_FAILURE, -9, True),
         (Restart.ON_FAILURE, 75, True),
         (Restart.ON_FAILURE, 143, False),

@@ -81,19 +81,46 @@ def drawn(what: Scene) -> str:
         "999 B",
         "40 (-2)",
         "last pushes not merged: learner-0 TOO_LATE",
-        "2x",
         "quorum 2",
         "grace 0.125 s",
-        "since the synchronizer's start 12 s ago: up 1.5 MB, down 0 B, participation 98%, H 24.5",
+        "since the synchronizer's start 12 s ago: up 1.5 MB, down 0 B, participation 98%, ",
+        "measured H 24.5",
         "up, down, merged: since the same start",
-        "behind: fragments behind",
-        "round 201 of fragment 9: collecting, 1 of 2 in",
-        "round 201 waits for quorum since 12 s: 1 of 2: learner-2",
+        "merged: contributions, (-N) pushes not merged",
+        "round 201 of fragment 9: collecting, 1 of 2 contributions",
+        "round 201 has waited 12 s, quorum: 1 of 2: learner-2",
         "held-out loss 2.7183 nats per token at global step 150",
     ],
 )
 def test_the_table_shows(shown: str) -> None:
     assert shown in drawn(scene())
+
+
+def test_the_table_counts_the_restarts_of_a_process() -> None:
+    header, row = (
+        line for line in drawn(scene()).splitlines() if line.startswith(("learner ", "learner-0 "))
+    )
+    assert (header.split()[-1], row.split()[-1]) == ("restarts", "2")
+
+
+def test_a_learner_that_is_drained_is_shown_so_once() -> None:
+    seen = status()
+    seen.learners[1].state = "drained"
+    text = drawn(scene(status=seen, processes={"learner-10": ("drained", 0)}))
+    row = next(line for line in text.splitlines() if line.startswith("learner-10 "))
+    assert row.split()[1:3] == ["drained", "7"]
+
+
+def test_who_is_not_in_the_last_snapshot_is_named_with_the_reason() -> None:
+    seen = status()
+    assert "snapshot" not in drawn(scene(status=seen))
+    seen.snapshot.last = "1.200"
+    assert "snapshot 1.200 is complete\n" in drawn(scene(status=seen)).replace(" \n", "\n")
+    seen.snapshot.left_out["learner-2"] = "it has no directory for its part"
+    shown = "snapshot 1.200 is complete, without learner-2 (it has no directory for its part)"
+    assert shown in drawn(scene(status=seen))
+    seen.snapshot.failure = "no learner is in it"
+    assert "snapshot 1.200 failed: no learner is in it" in drawn(scene(status=seen))
 
 
 def test_a_narrow_terminal_still_shows_every_number() -> None:
@@ -138,7 +165,7 @@ def test_before_the_first_round_its_figures_are_a_dash() -> None:
     early = status()
     early.totals.Clear()
     for shown in (drawn(scene(status=early)), plain_line(scene(status=early))):
-        assert "participation -, H -" in shown
+        assert "participation -, measured H -" in shown
 
 
 def test_the_last_loss_stays_when_the_learners_have_finished() -> None:
@@ -156,15 +183,16 @@ def test_the_plain_line_is_one_line_with_everything_that_matters() -> None:
     assert "\x1b" not in line
     for part in (
         "step 200/800",
-        "eta 1:35",
+        "about 1:35 to go",
         "live 2/3",
         "loss 2.395",
-        "held-out 2.718@150",
+        "held-out loss 2.718 at 150",
         "fragments behind 3",
-        "since the synchronizer's start 12 s ago: up 1.5 MB, down 0 B, participation 98%, H 24.5",
+        "since the synchronizer's start 12 s ago: up 1.5 MB, down 0 B, participation 98%, ",
+        "measured H 24.5",
         "quorum 2",
         "grace 0.125s",
-        "round 201 waits for quorum since 12 s: 1 of 2: learner-2",
+        "round 201 has waited 12 s, quorum: 1 of 2: learner-2",
     ):
         assert part in line
 
@@ -174,7 +202,7 @@ def test_a_run_without_end_has_no_progress_bar() -> None:
     endless.total_global_steps = 0
     second_line = drawn(scene(status=endless, eta_s=None)).splitlines()[1]
     assert second_line.strip() == "global step 200"
-    assert plain_line(scene(status=endless)).startswith("step 200 |")
+    assert plain_line(scene(status=endless)).startswith("global step 200 |")
 
 
 def test_eta_from_the_pace_seen_so_far() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fleet_harness import Fleet, Lines, diloco, small
 
+from decoupled_diloco.errors import EXIT_TOLD_TO_LEAVE
 from diloco_fleet.report import compute_report
 
 pytestmark = pytest.mark.integration
@@ -28,7 +29,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     fleet = Fleet(
         tmp_path_factory.mktemp("operators"),
         *("--learners", "3", "--global-steps", "0", "--pace", "0.1", "--data-mode", "leases"),
-        *("--evaluate-every", "100000", "--restart", "on-failure"),
+        *("--evaluate-every", "100000"),
         settings=settings + "max_restarts = 1000\nrestart_wait_s = 0.5\n",
         standby=True,
     )
@@ -140,9 +141,12 @@ def test_a_fragment_is_put_back_for_everybody_and_by_a_later_leader(fleet: Fleet
 def test_a_learner_that_is_drained_leaves_for_good(fleet: Fleet) -> None:
     operate(fleet, "drain", "learner-2", "--reason", "new disk")
     fleet.wait_until(lambda: fleet.process_pid("learner-2") is None, "its end")
-    fleet.wait_until(lambda: states(fleet.status())["learner-2"] == "left", "it to have left")
+    fleet.wait_until(lambda: states(fleet.status())["learner-2"] == "drained", "it to have left")
     rounds = fleet.wait_for_rounds(8)
     assert {name for x in rounds for name in x["contributors"]} == {"learner-0", "learner-1"}
+    entry = next(x for x in fleet.state().processes if x.name == "learner-2")
+    assert (entry.state, entry.exit_code) == ("drained", EXIT_TOLD_TO_LEAVE)
+    assert "learner-2" not in {x["process"] for x in fleet.lines("fleet", "restart")}
 
 
 def test_a_learner_that_dies_with_its_leader_comes_back(fleet: Fleet) -> None:
@@ -163,7 +167,7 @@ def test_a_learner_that_dies_with_its_leader_comes_back(fleet: Fleet) -> None:
         outcome.count("has the inner state of learner-1")
         + outcome.count("begins with the published parameters alone")
     ) == 1
-    assert states(fleet.status())["learner-2"] not in {"expected", "live"}
+    assert states(fleet.status())["learner-2"] == "drained", "the next leader knows it"
     assert fleet.process_pid("learner-2") is None, "who has left is not called back"
 
 

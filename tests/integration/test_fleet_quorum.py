@@ -53,8 +53,11 @@ def test_it_waits_for_the_dead_and_says_so(fleet: Fleet) -> None:
     waits = fleet.lines("synchronizer", "wait")
     told = [wait["detail"] for wait in waits if wait["reason"] == "quorum"]
     assert "not live: learner-2" in told[-1]
-    line = f"round {global_step + 1} waits for quorum"
-    fleet.wait_until(lambda: line in fleet.text(), "the live line to say it")
+    line = f"round {global_step + 1} has waited"
+    fleet.wait_until(
+        lambda: any(line in x and ", quorum: " in x for x in fleet.text().splitlines()),
+        "the live line to say it",
+    )
 
     result = diloco("status", "--run-dir", str(fleet.files.root), "--json")
     assert result.returncode == 0, result.stderr

@@ -64,6 +64,7 @@ class ScriptedSynchronizer(
     steps: list[synchronizer_pb2.InnerStep] = field(default_factory=list)
     heartbeats: int = 0
     declined: list[synchronizer_pb2.PullDeclined] = field(default_factory=list)
+    parts_missing: list[synchronizer_pb2.PartMissing] = field(default_factory=list)
     pushes: list[Pushed] = field(default_factory=list)
     push_offsets: list[int] = field(default_factory=list)
     wires: list[str] = field(default_factory=list)
@@ -201,6 +202,8 @@ class ScriptedSynchronizer(
                 self.steps.append(request.inner_step)
             elif kind == "heartbeat":
                 self.heartbeats += 1
+            elif kind == "part_missing":
+                self.parts_missing.append(request.part_missing)
             else:
                 self.declined.append(request.pull_declined)
 

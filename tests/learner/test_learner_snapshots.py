@@ -123,6 +123,15 @@ async def test_what_is_over_before_the_boundary_is_not_recorded(tmp_path: Path) 
     assert parts_in(tmp_path) == []
 
 
+async def test_a_join_says_whether_parts_are_recorded(tmp_path: Path) -> None:
+    service = ScriptedSynchronizer(make_settings())
+    async with with_snapshots(service, make_model(), tmp_path):
+        pass
+    async with make_learner(service, make_model()):
+        pass
+    assert [request.records_parts for request in service.joins] == [True, False]
+
+
 async def test_who_joins_later_takes_no_part(tmp_path: Path) -> None:
     service, model = ScriptedSynchronizer(make_settings(), snapshot=6), make_model()
     async with with_snapshots(service, model, tmp_path) as learner:
@@ -148,7 +157,10 @@ async def test_what_cannot_be_copied_keeps_the_learner_out_and_its_training_goin
             await notice(service, learner, 4)
             assert await reported_snapshot(service, model, learner) == 0
             assert await reported_snapshot(service, model, learner) == 0
+            await until(lambda: service.parts_missing)
     assert [record.message for record in caplog.records] == [f"{NAME}: no part of snapshot 1.4"]
+    [told] = service.parts_missing
+    assert (told.global_step, "could not be copied" in told.reason) == (4, True)
     assert parts_in(tmp_path) == []
 
 
@@ -164,7 +176,10 @@ async def test_a_disk_that_fails_keeps_the_learner_out_and_its_training_going(
             assert await reported_snapshot(service, model, learner) == 0
             await until(lambda: caplog.records)
             assert await reported_snapshot(service, model, learner) == 0
+            await until(lambda: service.parts_missing)
     assert "STORAGE_FAILED" in caplog.records[0].message
+    [told] = service.parts_missing
+    assert (told.global_step, "STORAGE_FAILED" in told.reason) == (4, True)
 
 
 async def test_a_resumed_learner_finishes_the_boundary_in_which_it_was_recorded(

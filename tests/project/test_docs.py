@@ -16,6 +16,7 @@ from decoupled_diloco.errors import (
     EXIT_OK,
     EXIT_RETRY,
     EXIT_STORAGE,
+    EXIT_TOLD_TO_LEAVE,
     EXIT_USAGE,
 )
 from decoupled_diloco.setting_fields import settings_of
@@ -101,6 +102,10 @@ def test_the_architecture_lists_every_module_once(package):
     assert listed == sorted(modules + packages)
 
 
+def test_the_exit_code_of_a_drained_learner_is_what_orchestrators_are_told():
+    assert EXIT_TOLD_TO_LEAVE == 80
+
+
 def test_the_exit_codes_of_the_architecture_are_those_of_the_catalogue():
     table = ARCHITECTURE.split("The exit codes:")[1].split("## Vocabulary")[0]
     codes = {int(code) for code in re.findall(r"(?m)^\| (\d+) \|", table)}
@@ -111,5 +116,6 @@ def test_the_exit_codes_of_the_architecture_are_those_of_the_catalogue():
         EXIT_INTERNAL,
         EXIT_STORAGE,
         EXIT_RETRY,
+        EXIT_TOLD_TO_LEAVE,
         EXIT_DRAINED,
     }

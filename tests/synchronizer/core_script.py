@@ -86,7 +86,7 @@ class Script:
 
     # -- learners --------------------------------------------------------------------------------
 
-    def join(self, name: str) -> list[ef.Effect]:
+    def join(self, name: str, *, records_parts: bool = True) -> list[ef.Effect]:
         before = self.lives.get(name)
         if before is None and (known := self.core.state.roster.find(name)) is not None:
             before = known.incarnation
@@ -95,8 +95,11 @@ class Script:
         shard = self.core.shard_for(name)
         assert shard is not None
         return self.feed(
-            ev.LearnerJoined(learner_id=name, incarnation=self.lives[name], shard=shard)
-        )
+            ev.LearnerJoined(
+                learner_id=name, incarnation=self.lives[name], shard=shard,
+                records_parts=records_parts,
+            )
+        )  # fmt: skip
 
     def open(self, name: str) -> list[ef.Effect]:
         return self.feed(ev.StreamOpened(learner_id=name, incarnation=self.lives[name]))
@@ -106,8 +109,12 @@ class Script:
 
     def leave(self, name: str) -> list[ef.Effect]:
         return self.feed(
-            ev.LearnerLeft(learner_id=name, incarnation=self.lives[name], reason="drained")
+            ev.LearnerLeft(learner_id=name, incarnation=self.lives[name], reason="goodbye")
         )
+
+    def drain(self, name: str) -> list[ef.Effect]:
+        """An operator asks it to leave."""
+        return self.feed(ev.LearnerDrained(learner_id=name, reason="new disk"))
 
     def up(self, *names: str) -> list[ef.Effect]:
         """They join and open their streams."""

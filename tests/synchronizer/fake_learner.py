@@ -220,6 +220,7 @@ class FakeLearner:
             "learner_id": self.learner_id,
             "request_id": self.request_id,
             "tensors": tensors_to(TENSORS),
+            "records_parts": True,
         }
         return pb.JoinRequest(**(values | changes))
 

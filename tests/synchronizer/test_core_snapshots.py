@@ -288,3 +288,27 @@ def test_who_gave_back_its_data_before_all_were_in_is_left_out(mode, is_out):
     effects = recorded(s, "b", cut) + recorded(s, "c", cut)
     (keep,) = only(effects, ef.KeepSnapshot)
     assert ("a" in keep.left_out, "a" in keep.recorded) == (is_out, not is_out)
+
+
+def test_who_has_nowhere_to_write_its_part_is_left_out_at_once_with_the_reason():
+    s = Script(settings()).warm(*NAMES)
+    s.auto |= set(ACTIONS)
+    s.join("c", records_parts=False)
+    s.open("c")
+    s.feed(ev.SnapshotWanted())
+    effects = commit(s)
+    (begun,) = only(effects, ef.BeginSnapshot)
+    assert begun.awaited == ("a", "b")
+    (keep,) = only(recorded(s, "a", begun.global_step) + recorded(s, "b", begun.global_step),
+                   ef.KeepSnapshot)  # fmt: skip
+    assert keep.left_out == {"c": "it has no directory for its part"}
+
+
+def test_a_snapshot_that_nobody_can_be_in_is_over_at_once():
+    s = Script(settings(num_learners=1)).warm("a")
+    s.auto |= set(ACTIONS)
+    s.join("a", records_parts=False)
+    s.open("a")
+    s.feed(ev.SnapshotWanted())
+    (end,) = only(commit(s, "a"), ef.EndSnapshot)
+    assert end.failure == "no learner is in it (a: it has no directory for its part)"

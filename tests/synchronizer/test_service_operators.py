@@ -111,6 +111,27 @@ async def test_a_learner_is_asked_to_leave_on_its_report_stream() -> None:
         assert "disconnected" in error.message
 
 
+async def test_a_learner_that_was_drained_is_so_for_the_next_synchronizer_too() -> None:
+    store, settings = MemoryStore(), make_settings(num_learners=2)
+    async with serving(settings=settings, store=store) as fleet:
+        a, b = await fleet.seeded("a", "b")
+        await drain(fleet, "b")
+        await b.hear("drain")
+        goodbye = synchronizer_pb2.LeaveRequest(learner_id="b", incarnation=b.incarnation)
+        await fleet.stub.Leave(goodbye, timeout=PATIENCE_S)
+        assert states(await fleet.status()) == {"a": "live", "b": "drained"}
+        await a.turn()
+        await fleet.committed_is(1)
+    async with serving(settings=settings, store=store) as later:
+        assert states(await later.status()) == {"a": "disconnected", "b": "drained"}
+        await later.learner("b")
+        assert states(await later.status())["b"] == "live", "started again, it is let in"
+
+
+def states(status: pb.GetStatusResponse) -> dict[str, str]:
+    return {x.learner_id: x.state for x in status.learners}
+
+
 async def trained(fleet: Fleet, rounds: int) -> FakeLearner:
     (a,) = await fleet.seeded("a")
     for step in range(1, rounds + 1):

@@ -133,6 +133,23 @@ async def test_who_leaves_is_left_out_with_the_reason_and_it_is_complete_without
         assert list(manifest.participants) == ["a"]
 
 
+async def test_who_says_that_it_has_no_part_is_not_awaited() -> None:
+    settings = make_settings(num_learners=3, quorum=3, grace=False)
+    async with serving(settings=settings) as fleet:
+        a, b = await fleet.seeded("a", "b")
+        c = await fleet.learner("c", records_parts=False)
+        name, cut = await begin(fleet, a, b, c)
+        await b.say(part_missing=pb.PartMissing(global_step=cut - 1, reason="of another one"))
+        await b.say(part_missing=pb.PartMissing(global_step=cut, reason="DISK_FULL:\nno room"))
+        await returns(a, cut)
+        status = await over(fleet)
+        assert status.complete == name
+        assert dict(status.left_out) == {
+            "b": "DISK_FULL: no room",
+            "c": "it has no directory for its part",
+        }
+
+
 class FullStore(MemoryStore):
     """Has no room for what a test says."""
 

@@ -19,6 +19,7 @@ from decoupled_diloco.versions import Incarnation, Version
 from synchronizer_server.core.data_records import DataRange, DataRecord, LeaseRecord, WentBack
 from synchronizer_server.core.records import (
     ContributionRecord,
+    DrainRecord,
     DropRecord,
     RoundRecord,
 )
@@ -113,6 +114,14 @@ def records(draw: st.DrawFn) -> RoundRecord:
         layout_fingerprint=draw(names),
         data=data,
         tokens_processed_by_learner=draw(st.dictionaries(names, naturals, max_size=3)),
+        drains=tuple(
+            draw(
+                st.lists(
+                    st.builds(DrainRecord, learner_id=names, reason=names, has_left=st.booleans()),
+                    max_size=2,
+                )
+            )
+        ),
     )
 
 
@@ -165,6 +174,7 @@ EXAMPLE = RoundRecord(
         went_back=WentBack(snapshot="1.3", term=2, awaited={"c": Incarnation(1, 3)}),
     ),
     tokens_processed_by_learner={"a": 800},
+    drains=(DrainRecord(learner_id="b", reason="new disk", has_left=False),),
 )
 
 
@@ -229,7 +239,8 @@ def is_lawful(path: tuple[Any, ...], original: Any, value: Any) -> bool:
         return path[-1] != "digest"  # any text is a name
     return (
         (path[-1] == "weight" and value in (1.5, 2**63) and value is not True)
-        or (path in (("contributions",), ("dropped",)) and value == [])
+        or (path in (("contributions",), ("dropped",), ("drains",)) and value == [])
+        or (path[-1] == "has_left" and value is True)
         or (path in (("data", "lost"), (*WENT_BACK, "awaited")) and value == {})
         or (path == WENT_BACK and value is None)
         or (len(path) == 1 and path[0] in MAPS and value == {})

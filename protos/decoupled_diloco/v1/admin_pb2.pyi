@@ -530,7 +530,7 @@ class LearnerStatus(_message.Message):
     learner_id: _builtins.str
     """Its id."""
     state: _builtins.str
-    """live, disconnected, gone or left."""
+    """joined, live, expected, disconnected, gone, left or drained."""
     shard: _builtins.int
     """Its data shard."""
     local_step: _builtins.int

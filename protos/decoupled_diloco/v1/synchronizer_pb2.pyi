@@ -140,6 +140,7 @@ class JoinRequest(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    RECORDS_PARTS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol that the learner speaks."""
     run_id: _builtins.str
@@ -158,6 +159,8 @@ class JoinRequest(_message.Message):
     """The snapshot, TERM.STEP, whose part this process goes on from, where it claims the leases in
     it; empty everywhere else. LEASE_LOST where the run has not gone back to that snapshot.
     """
+    records_parts: _builtins.bool
+    """True where the learner records its part of snapshots; else they are complete without it."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TensorSpec]:
         """The model's trainable tensors."""
@@ -206,10 +209,11 @@ class JoinRequest(_message.Message):
         leases: _abc.Iterable[Global___DataLease] | None = ...,
         shard: _builtins.int | None = ...,
         snapshot: _builtins.str = ...,
+        records_parts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "claim", b"claim", "clock", b"clock", "previous_incarnation", b"previous_incarnation", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "claim", b"claim", "clock", b"clock", "held", b"held", "labels", b"labels", "layout_fingerprint", b"layout_fingerprint", "learner_id", b"learner_id", "leases", b"leases", "previous_incarnation", b"previous_incarnation", "protocol_version", b"protocol_version", "request_id", b"request_id", "run_id", b"run_id", "shard", b"shard", "snapshot", b"snapshot", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "claim", b"claim", "clock", b"clock", "held", b"held", "labels", b"labels", "layout_fingerprint", b"layout_fingerprint", "learner_id", b"learner_id", "leases", b"leases", "previous_incarnation", b"previous_incarnation", "protocol_version", b"protocol_version", "records_parts", b"records_parts", "request_id", b"request_id", "run_id", b"run_id", "shard", b"shard", "snapshot", b"snapshot", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__shard: _TypeAlias = _typing.Literal["shard"]  # noqa: Y015
     _WhichOneofArgType__shard: _TypeAlias = _typing.Literal["_shard", b"_shard"]  # noqa: Y015
@@ -327,6 +331,7 @@ class ReportRequest(_message.Message):
     INNER_STEP_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     PULL_DECLINED_FIELD_NUMBER: _builtins.int
+    PART_MISSING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___ReportHello:
         """Opens the stream; always first."""
@@ -343,6 +348,10 @@ class ReportRequest(_message.Message):
     def pull_declined(self) -> Global___PullDeclined:
         """Answer to a pull that cannot be met now."""
 
+    @_builtins.property
+    def part_missing(self) -> Global___PartMissing:
+        """There will be no part of a snapshot from this learner."""
+
     def __init__(
         self,
         *,
@@ -350,12 +359,13 @@ class ReportRequest(_message.Message):
         inner_step: Global___InnerStep | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         pull_declined: Global___PullDeclined | None = ...,
+        part_missing: Global___PartMissing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "inner_step", b"inner_step", "kind", b"kind", "pull_declined", b"pull_declined"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "inner_step", b"inner_step", "kind", b"kind", "part_missing", b"part_missing", "pull_declined", b"pull_declined"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "inner_step", b"inner_step", "kind", b"kind", "pull_declined", b"pull_declined"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "inner_step", b"inner_step", "kind", b"kind", "part_missing", b"part_missing", "pull_declined", b"pull_declined"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "inner_step", "heartbeat", "pull_declined"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "inner_step", "heartbeat", "pull_declined", "part_missing"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -502,6 +512,32 @@ class PullDeclined(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PullDeclined: _TypeAlias = PullDeclined  # noqa: Y015
+
+@_typing.final
+class PartMissing(_message.Message):
+    """Says that a learner has no part of a snapshot, so that nobody waits for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GLOBAL_STEP_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    global_step: _builtins.int
+    """Cut of the snapshot."""
+    reason: _builtins.str
+    """Why."""
+    def __init__(
+        self,
+        *,
+        global_step: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["global_step", b"global_step", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartMissing: _TypeAlias = PartMissing  # noqa: Y015
 
 @_typing.final
 class ReportResponse(_message.Message):
