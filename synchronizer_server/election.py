@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from synchronizer_server.leadership import Leadership
 from synchronizer_server.membership.lease_base import LeaseKeeper
@@ -19,6 +19,7 @@ class Election:
         leadership: its part in the election.
         keeper: keeps the lease.
         identity: of its store.
+        key: signs what synchronizers of the run say to each other.
         address: where others reach this process.
         peers: addresses of the other synchronizers.
         runner: encodes tensors for standbys.
@@ -30,3 +31,4 @@ class Election:
     address: str
     peers: Sequence[str]
     runner: Runner
+    key: bytes = field(repr=False)

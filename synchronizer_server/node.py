@@ -57,6 +57,8 @@ class Node:
         self._copy = None if election is None else StandbyCopy(run, settings, outside, election)
         if self._copy is not None:
             board.not_leading, board.follower_status = self.not_leading, self._copy.status
+        if election is not None:
+            board.key = election.key
         self._serve: Callable[[], Awaitable[None]]
         self.assembled: Assembled | None = None
         self.ended_at = 0
@@ -175,6 +177,7 @@ class Node:
             self._run,
             leadership=election.leadership,
             keeper=election.keeper,
+            key=election.key,
             store_id=election.identity.store_id,
             runner=election.runner,
             clock=self._outside.clock,

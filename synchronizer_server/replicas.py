@@ -27,6 +27,7 @@ class Replicas:
         settings: settings of the run.
         leadership: our part in the election, which we have won.
         keeper: told which stores are in sync.
+        key: standbys prove that they hold it.
         store_id: id of our own store.
         runner: encodes tensors.
         clock: monotonic seconds.
@@ -38,6 +39,7 @@ class Replicas:
         *,
         leadership: Leadership,
         keeper: LeaseKeeper,
+        key: bytes,
         store_id: str,
         runner: Runner,
         clock: Callable[[], float],
@@ -64,6 +66,7 @@ class Replicas:
             settings,
             events=self.gate,
             heard=leadership.heard,
+            key=key,
             runner=runner,
         )
 

@@ -8,7 +8,6 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -17,11 +16,11 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from decoupled_diloco.channel import add_port, require_secure, server_options, tune_allocator
+from decoupled_diloco.claims import Claim
 from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, Reason, UsageError
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.v1 import admin_pb2_grpc, replication_pb2_grpc, synchronizer_pb2_grpc
 from synchronizer_server.assembly import Outside
-from synchronizer_server.core.lease import Peer
 from synchronizer_server.election import Election
 from synchronizer_server.leadership import Bidder, Leadership
 from synchronizer_server.membership import (
@@ -33,7 +32,7 @@ from synchronizer_server.membership import (
     RedisMembership,
 )
 from synchronizer_server.node import Node
-from synchronizer_server.peers import ask_peers
+from synchronizer_server.peers import PeerAsker
 from synchronizer_server.runner import ThreadRunner
 from synchronizer_server.service.replicate import ReplicationService
 from synchronizer_server.service.switchboard import (
@@ -135,14 +134,22 @@ class Server:
             num_peers=len(peers),
         )
 
-        async def ask() -> Collection[Peer]:
-            return await ask_peers(peers, leadership.heard, insecure=settings.insecure)
+        def heard(claim: Claim, address: str) -> bool:
+            return leadership.heard(claim, address)
 
-        leadership = Leadership(bidder, keeper=keeper, ask_peers=ask, clock=time.monotonic)
+        asker = PeerAsker(
+            peers,
+            run_id=bidder.run_id,
+            key=bidder.key,
+            heard=heard,
+            insecure=settings.insecure,
+        )
+        leadership = Leadership(bidder, keeper=keeper, ask_peers=asker.ask, clock=time.monotonic)
         return Election(
             leadership=leadership,
             keeper=keeper,
             identity=identity,
+            key=bidder.key,
             address=bidder.address,
             peers=peers,
             runner=self._replication_runner,

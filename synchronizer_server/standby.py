@@ -103,6 +103,7 @@ class StandbyCopy:
             self._run,
             standby_id=self._election.identity.store_id,
             heard=self._election.leadership.heard,
+            key=self._election.key,
             insecure=self._insecure,
             on_change=self._changed,
         )

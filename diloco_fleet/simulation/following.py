@@ -9,9 +9,10 @@ from decoupled_diloco.claims import Claim
 from decoupled_diloco.errors import DilocoError, Reason
 from diloco_fleet.simulation.kernel import Promise, Task, Work
 from diloco_fleet.simulation.network import End, unavailable
-from diloco_fleet.simulation.replicas import Hello, Run, State
+from diloco_fleet.simulation.replicas import Challenge, Hello, Run, State
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.core.strict_json import canonical_json
+from synchronizer_server.proofs import Handshake
 from synchronizer_server.replication.messages import Transfer
 
 if TYPE_CHECKING:
@@ -51,9 +52,7 @@ class Follower:
     def follow(self, address: str, highest: Claim | None) -> Work:
         """Follows the leader at an address; raises what ended it."""
         node, other = self._node, self._node.world.node_at(address)
-        versions = dict(enumerate(self.record.versions)) if self.record else {}
-        hello = Hello(standby_id=node.store_id, held=versions, claim=highest)
-        end = node.world.network.open(node, other, lambda end: other.serve_replicate(end, hello))
+        end = node.world.network.open(node, other, other.serve_replicate)
         try:
             yield from self._stream(end, highest)
         finally:
@@ -62,11 +61,16 @@ class Follower:
             self._copy.changed()
 
     def _stream(self, end: End, highest: Claim | None) -> Work:
-        first = yield from end.receive(_FIRST_MESSAGE_S)
-        if first is None:
+        challenge = yield from end.receive(_FIRST_MESSAGE_S)
+        if challenge is None:
             raise unavailable("the leader")
-        self._begin(first, highest)
-        yield from self._describe(first)
+        handshake = self._challenged(challenge)
+        end.send(self._hello(handshake, highest))
+        run = yield from end.receive(_FIRST_MESSAGE_S)
+        if run is None:
+            raise unavailable("the leader")
+        self._begin(run, handshake, highest)
+        yield from self._describe(run)
         keeping = self._node.spawn(self._keep(end))
         try:
             yield from self._receive(end)
@@ -94,9 +98,28 @@ class Follower:
                 yield from self._persist(end, self._due.popleft())
             yield self._wake
 
-    def _begin(self, run: Run, highest: Claim | None) -> None:
-        if not self._node.leadership.heard(run.claim):
+    def _challenged(self, challenge: Challenge) -> Handshake:
+        if not self._node.leadership.heard(challenge.claim):
             raise DilocoError(Reason.BAD_CLAIM, "its claim of leadership is not signed")
+        return Handshake(
+            claim=challenge.claim,
+            standby_id=self._node.store_id,
+            leader_nonce=challenge.nonce,
+            standby_nonce=self._node.nonce(),
+        )
+
+    def _hello(self, handshake: Handshake, highest: Claim | None) -> Hello:
+        return Hello(
+            standby_id=self._node.store_id,
+            held=dict(enumerate(self.record.versions)) if self.record else {},
+            claim=highest,
+            nonce=handshake.standby_nonce,
+            proof=handshake.standby_proof(self._node.key),
+        )
+
+    def _begin(self, run: Run, handshake: Handshake, highest: Claim | None) -> None:
+        if not handshake.proves_leader(run.proof, self._node.key):
+            raise DilocoError(Reason.BAD_CLAIM, "it does not prove that it holds the key")
         known = max(self.highest_term, highest.term if highest is not None else 0)
         if run.claim.term < known:
             raise DilocoError(Reason.STALE_TERM, f"term {known} has begun")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from diloco_fleet.simulation.following import StandbyCopy
 from diloco_fleet.simulation.kernel import Either, Process, Promise, Task, Work
 from diloco_fleet.simulation.leading import Engine
 from diloco_fleet.simulation.network import End
-from diloco_fleet.simulation.replicas import Hello, Replicas
+from diloco_fleet.simulation.replicas import Replicas
 from synchronizer_server.core import events as ev
 from synchronizer_server.core.lease import Holder, Peer, Role
 from synchronizer_server.core.records import RoundRecord
@@ -76,6 +77,8 @@ class Node(Process):
         self.store_id: str
         self.in_sync: bool
         self.lose_store()
+        self.key = KEY
+        self._num_nonces = 0
         self.engine: Engine | None = None
         self.leadership: Leadership
         self.store_runner: Runner
@@ -93,6 +96,11 @@ class Node(Process):
     def set_in_sync(self, in_sync: bool) -> None:
         """Kept beside the store."""
         self.in_sync = in_sync
+
+    def nonce(self) -> bytes:
+        """Bytes that nobody has signed anything over."""
+        self._num_nonces += 1
+        return hashlib.sha256(f"{self.name} {self._num_nonces}".encode()).digest()
 
     def point(self, name: str) -> None:
         """An effect is about to be carried out, or was: here the process may die or freeze."""
@@ -115,7 +123,7 @@ class Node(Process):
             leader_id=f"{self.name}-{self.life}",
             store_id=self.store_id,
             address=self.name,
-            key=KEY,
+            key=self.key,
             timeout_s=world.settings.lease_timeout_s,
             num_peers=len(world.nodes) - 1,
         )
@@ -257,9 +265,9 @@ class Node(Process):
             raise self.not_leading()
         return self.engine
 
-    def serve_replicate(self, end: End, hello: Hello) -> Work:
+    def serve_replicate(self, end: End) -> Work:
         """A standby's stream."""
-        yield from self.leader().replicas.replicate(end, hello)
+        yield from self.leader().replicas.replicate(end)
 
     def get_run(self) -> Work:
         """Who leads, for a learner that asks."""

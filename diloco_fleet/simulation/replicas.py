@@ -15,8 +15,10 @@ from diloco_fleet.simulation.network import End, unavailable
 from synchronizer_server.core import replication
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.core.replication import ReplicationCore
+from synchronizer_server.limits import HELLO_S
 from synchronizer_server.membership.lease_base import LeaseView
 from synchronizer_server.merge.fragment_state import FragmentState
+from synchronizer_server.proofs import Handshake
 from synchronizer_server.replication.messages import Transfer
 from synchronizer_server.replication.outbox import Outbox
 from synchronizer_server.store.base import RunDescription
@@ -26,20 +28,31 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Challenge:
+    """What a leader begins with."""
+
+    claim: Claim
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """What a standby begins with."""
+    """What a standby answers."""
 
     standby_id: str
     held: Mapping[int, Version]
     claim: Claim | None
+    nonce: bytes
+    proof: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a leader begins with."""
+    """What a leader answers."""
 
     claim: Claim
     description: RunDescription | None
+    proof: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,12 +274,25 @@ class Replicas:
 
     # -- one stream ------------------------------------------------------------------------------
 
-    def replicate(self, end: End, hello: Hello) -> Work:
+    def replicate(self, end: End) -> Work:
         """Serves one standby until either side ends."""
+        challenge = Challenge(claim=self._claim, nonce=self._node.nonce())
+        end.send(challenge)
+        hello = yield from end.receive(HELLO_S)
+        if hello is None:
+            raise DilocoError(Reason.NO_PROGRESS, "nothing was said")
+        handshake = Handshake(
+            claim=self._claim,
+            standby_id=hello.standby_id,
+            leader_nonce=challenge.nonce,
+            standby_nonce=hello.nonce,
+        )
+        if not handshake.proves_standby(hello.proof, self._node.key):
+            raise DilocoError(Reason.BAD_CLAIM, "the hello is not signed for this stream")
         outbox = self._open(hello)
         reader = self._node.spawn(self._read(outbox, end))
         try:
-            yield from self._messages(outbox, end)
+            yield from self._messages(outbox, end, handshake.leader_proof(self._node.key))
         finally:
             reader.cancel()
             outbox.close()
@@ -303,13 +329,13 @@ class Replicas:
         except DilocoError as error:
             outbox.close(error)
 
-    def _messages(self, outbox: _Outbox, end: End) -> Work:
+    def _messages(self, outbox: _Outbox, end: End, proof: bytes) -> Work:
         described = self._description
-        end.send(Run(claim=self._claim, description=described))
+        end.send(Run(claim=self._claim, description=described, proof=proof))
         while not outbox.closed:
             if described is not self._description:
                 described = self._description
-                end.send(Run(claim=self._claim, description=described))
+                end.send(Run(claim=self._claim, description=described, proof=proof))
             if (in_sync := outbox.take_state()) is not None:
                 end.send(State(in_sync))
             transfer = outbox.take(self._newest)

@@ -15,6 +15,25 @@ from decoupled_diloco.v1 import types_pb2
 _PURPOSE = b"decoupled-diloco leadership v1"
 
 
+def sign(key: bytes, purpose: bytes, *fields: str | int | bytes) -> bytes:
+    """HMAC-SHA-256 over a purpose and fields, each with its length.
+
+    Args:
+        key: the key.
+        purpose: what is signed: no signature of one kind is good as one of another.
+        fields: what is said.
+    """
+    encoded = [field if isinstance(field, bytes) else str(field).encode() for field in fields]
+    # Lengths keep one field from reading as another.
+    text = b"".join(len(field).to_bytes(8, "big") + field for field in (purpose, *encoded))
+    return hmac.new(key, text, hashlib.sha256).digest()
+
+
+def is_signature(signature: bytes, key: bytes, purpose: bytes, *fields: str | int | bytes) -> bool:
+    """Whether `sign` made it with this key; without a key nothing is believed."""
+    return bool(key) and hmac.compare_digest(signature, sign(key, purpose, *fields))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """A claim of leadership.
@@ -33,17 +52,14 @@ class Claim:
 
     def signed_with(self, key: bytes) -> Claim:
         """The same claim, signed; as it is where there is no key."""
-        return replace(self, signature=self._mac(key)) if key else self
+        return replace(self, signature=sign(key, _PURPOSE, *self._fields())) if key else self
 
     def is_signed_with(self, key: bytes) -> bool:
         """Whether a holder of the key made it; without a key nothing is believed."""
-        return bool(key) and hmac.compare_digest(self.signature, self._mac(key))
+        return is_signature(self.signature, key, _PURPOSE, *self._fields())
 
-    def _mac(self, key: bytes) -> bytes:
-        fields = (_PURPOSE, self.run_id.encode(), str(self.term).encode(), self.leader_id.encode())
-        # Lengths keep one field from reading as another.
-        text = b"".join(len(field).to_bytes(8, "big") + field for field in fields)
-        return hmac.new(key, text, hashlib.sha256).digest()
+    def _fields(self) -> tuple[str, int, str]:
+        return self.run_id, self.term, self.leader_id
 
     def to_proto(self) -> types_pb2.LeadershipClaim:
         """The claim as a message."""

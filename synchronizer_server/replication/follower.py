@@ -27,6 +27,7 @@ from decoupled_diloco.v1 import replication_pb2_grpc as rpc
 from decoupled_diloco.wire import held_to, malformed
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.core.strict_json import canonical_json
+from synchronizer_server.proofs import Handshake, new_nonce
 from synchronizer_server.replication.messages import (
     RecordStager,
     Transfer,
@@ -54,6 +55,7 @@ class Follower:
         settings: settings of the run; the leader's must be the same.
         standby_id: id of this store.
         heard: takes the leader's claim; returns whether it is signed with our key and of this run.
+        key: both sides of a stream prove that they hold it.
         insecure: True where plaintext to another machine was asked for.
         on_change: called after every change of what is exposed here.
 
@@ -74,6 +76,7 @@ class Follower:
         *,
         standby_id: str,
         heard: Callable[[Claim], bool],
+        key: bytes,
         insecure: bool = False,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
@@ -82,6 +85,7 @@ class Follower:
         self._settings = settings
         self._standby_id = standby_id
         self._heard = heard
+        self._key = key
         self._insecure = insecure
         self._on_change = on_change
         self._loaded = False
@@ -153,21 +157,16 @@ class Follower:
             self._on_change()
 
     async def _stream(self, call: Call, highest: Claim | None) -> None:
-        hello = pb.ReplicateHello(
-            run_id=self._settings.run_id,
-            standby_id=self._standby_id,
-            held=held_to(dict(enumerate(self.record.versions)) if self.record else {}),
-            claim=highest.to_proto() if highest is not None else None,
-        )
         try:
             async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
-                await _write(call, pb.ReplicateRequest(hello=hello))
+                handshake = self._challenged(await self._read(call))
+                await _write(call, pb.ReplicateRequest(hello=self._hello(handshake, highest)))
                 first = await self._read(call)
         except TimeoutError:
             raise DilocoError(Reason.UNAVAILABLE, "the leader does not answer") from None
         if first.WhichOneof("kind") != "run":
-            raise malformed("a replication stream that does not begin with the run")
-        await self._begin(first.run, highest)
+            raise malformed("a hello that is not answered with the run")
+        await self._begin(first.run, handshake, highest)
         due: asyncio.Queue[Transfer] = asyncio.Queue(MAX_RECORDS)
         # A slow disk must not make the leader's word of where we stand come late.
         work = [
@@ -197,8 +196,11 @@ class Follower:
             raise DilocoError(Reason.UNAVAILABLE, "the leader ended the stream")
         return response
 
-    async def _begin(self, run: pb.ReplicateRun, highest: Claim | None) -> None:
-        claim = claim_from(run.claim)
+    def _challenged(self, first: pb.ReplicateResponse) -> Handshake:
+        """Takes the leader's claim; only for one that is signed anything is signed in turn."""
+        if first.WhichOneof("kind") != "challenge":
+            raise malformed("a replication stream that does not begin with a challenge")
+        claim = claim_from(first.challenge.claim)
         if claim.run_id != self._settings.run_id:
             raise DilocoError(
                 Reason.RUN_MISMATCH,
@@ -210,6 +212,34 @@ class Follower:
                 Reason.BAD_CLAIM,
                 "its claim of leadership is not signed with the key of this run; give all "
                 "synchronizers the same key file",
+            )
+        return Handshake(
+            claim=claim,
+            standby_id=self._standby_id,
+            leader_nonce=first.challenge.nonce,
+            standby_nonce=new_nonce(),
+        )
+
+    def _hello(self, handshake: Handshake, highest: Claim | None) -> pb.ReplicateHello:
+        """Said to the leader of an earlier term, too: it must hear of the later one."""
+        return pb.ReplicateHello(
+            run_id=self._settings.run_id,
+            standby_id=self._standby_id,
+            held=held_to(dict(enumerate(self.record.versions)) if self.record else {}),
+            claim=highest.to_proto() if highest is not None else None,
+            nonce=handshake.standby_nonce,
+            proof=handshake.standby_proof(self._key),
+        )
+
+    async def _begin(
+        self, run: pb.ReplicateRun, handshake: Handshake, highest: Claim | None
+    ) -> None:
+        claim = handshake.claim
+        if not handshake.proves_leader(run.proof, self._key):
+            raise DilocoError(
+                Reason.BAD_CLAIM,
+                f"it repeats the claim of {claim.leader_id}, but does not prove that it holds the "
+                "key of this run; look who listens at that address",
             )
         known = max(self._highest_term, highest.term if highest is not None else 0)
         if claim.term < known:

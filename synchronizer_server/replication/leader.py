@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Final, Protocol
 
 from decoupled_diloco.claims import Claim, claim_from
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.fault_points import FaultPoint, reach
+from decoupled_diloco.logs import ChangeLogger
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.v1 import replication_pb2 as pb
 from decoupled_diloco.wire import held_from, malformed
@@ -18,8 +20,10 @@ from synchronizer_server.convert import check_id
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.limits import StreamLimits
 from synchronizer_server.merge.fragment_state import FragmentState
+from synchronizer_server.proofs import Handshake, new_nonce
 from synchronizer_server.replication.messages import (
     Transfer,
+    challenge_message,
     encode_tensor,
     record_message,
     run_message,
@@ -28,6 +32,8 @@ from synchronizer_server.replication.messages import (
 from synchronizer_server.replication.outbox import Outbox
 from synchronizer_server.runner import Runner
 from synchronizer_server.store.base import RunDescription
+
+logger = logging.getLogger(__name__)
 
 MAX_STANDBYS: Final = 8
 
@@ -53,8 +59,12 @@ class ReplicationLeader:
         settings: settings of the run.
         events: hears of the standbys.
         heard: takes a claim that a standby has heard; returns whether it is signed and of this run.
+        key: both sides of a stream prove that they hold it.
         runner: encodes tensors; not the store's, which would be held up.
         codec: lossless codec of tensors.
+
+    Attributes:
+        num_unproven: hellos of strangers: not signed with the key for the stream they came on.
     """
 
     def __init__(
@@ -64,6 +74,7 @@ class ReplicationLeader:
         *,
         events: StandbyEvents,
         heard: Callable[[Claim], bool],
+        key: bytes,
         runner: Runner,
         codec: str = "fp32",
     ) -> None:
@@ -71,6 +82,7 @@ class ReplicationLeader:
         self._settings = settings
         self._events = events
         self._heard = heard
+        self._key = key
         self._runner = runner
         self._codec = codec
         self._description: RunDescription | None = None
@@ -78,6 +90,8 @@ class ReplicationLeader:
         self._outboxes: dict[str, Outbox] = {}
         self._error: DilocoError | None = None
         self._limits = StreamLimits()
+        self._says = ChangeLogger(logger)
+        self.num_unproven = 0
 
     # -- what is said to standbys -----------------------------------------------------------------
 
@@ -127,10 +141,14 @@ class ReplicationLeader:
                 TOO_MANY_STREAMS; FENCED where a later stream of the same standby took its place;
                 what `close` was given.
         """
-        outbox = self._open(await self._hello(requests))
+        nonce = new_nonce()
+        yield challenge_message(self._claim, nonce)
+        hello = await self._hello(requests)
+        handshake = self._proven(hello, nonce)
+        outbox = self._open(hello)
         reader = asyncio.ensure_future(self._read(outbox, requests))
         try:
-            async with contextlib.aclosing(self._messages(outbox)) as messages:
+            async with contextlib.aclosing(self._messages(outbox, handshake)) as messages:
                 async for message in messages:
                     yield message
         finally:
@@ -146,9 +164,33 @@ class ReplicationLeader:
             raise malformed("a replication stream does not begin with a hello")
         return first.hello
 
-    def _open(self, hello: pb.ReplicateHello) -> Outbox:
+    def _proven(self, hello: pb.ReplicateHello, nonce: bytes) -> Handshake:
+        """Checks that who says hello holds our key; nothing is kept of anybody else."""
         standby_id = check_id(hello.standby_id, "standby_id")
         self._check_run(hello.run_id)
+        handshake = Handshake(
+            claim=self._claim,
+            standby_id=standby_id,
+            leader_nonce=nonce,
+            standby_nonce=hello.nonce,
+        )
+        if not handshake.proves_standby(hello.proof, self._key):
+            self.num_unproven += 1
+            self._says.log(
+                "hello", "BAD_CLAIM",
+                f"standby {standby_id} does not prove that it holds the key of this run; it is "
+                "not served, nor is any other like it",
+                level=logging.WARNING,
+            )  # fmt: skip
+            raise DilocoError(
+                Reason.BAD_CLAIM,
+                "the hello is not signed for this stream with the key of the run; give all "
+                "synchronizers the same key file",
+            )
+        return handshake
+
+    def _open(self, hello: pb.ReplicateHello) -> Outbox:
+        standby_id = hello.standby_id
         self._check_claim(claim_from(hello.claim))
         if self._error is not None:
             raise self._error
@@ -206,13 +248,15 @@ class ReplicationLeader:
         else:
             outbox.close()
 
-    async def _messages(self, outbox: Outbox) -> AsyncGenerator[pb.ReplicateResponse, None]:
-        described = self._description
-        yield run_message(self._claim, described, self._settings)
+    async def _messages(
+        self, outbox: Outbox, handshake: Handshake
+    ) -> AsyncGenerator[pb.ReplicateResponse, None]:
+        proof, described = handshake.leader_proof(self._key), self._description
+        yield run_message(self._claim, described, self._settings, proof=proof)
         while not outbox.closed:
             if described is not self._description:
                 described = self._description
-                yield run_message(self._claim, described, self._settings)
+                yield run_message(self._claim, described, self._settings, proof=proof)
             if (in_sync := outbox.take_state()) is not None:
                 yield state_message(in_sync=in_sync)
             transfer = outbox.take(self._newest)

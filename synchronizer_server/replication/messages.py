@@ -68,14 +68,28 @@ class EncodedTensor:
 # -- the leader's side ----------------------------------------------------------------------------
 
 
+def challenge_message(claim: Claim, nonce: bytes) -> pb.ReplicateResponse:
+    """Says who leads, and what a standby must sign."""
+    challenge = pb.ReplicateChallenge(claim=claim.to_proto(), nonce=nonce)
+    return pb.ReplicateResponse(challenge=challenge)
+
+
 def run_message(
-    claim: Claim, description: RunDescription | None, settings: RunSettings
+    claim: Claim, description: RunDescription | None, settings: RunSettings, *, proof: bytes
 ) -> pb.ReplicateResponse:
-    """Describes the run; without a description before the first Join."""
+    """Describes the run; without a description before the first Join.
+
+    Args:
+        claim: the leader's claim.
+        description: description of the run, as the store keeps it.
+        settings: settings of the run.
+        proof: the leader's, for this stream.
+    """
     run = pb.ReplicateRun(
         claim=claim.to_proto(),
         description_json="" if description is None else canonical_json(description),
         settings_json=canonical_json(_settings_text(settings)),
+        proof=proof,
     )
     return pb.ReplicateResponse(run=run)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import admin_pb2, admin_pb2_grpc, synchronizer_pb2_grpc
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
+from decoupled_diloco.wire import malformed
+from synchronizer_server.proofs import NONCE_BYTES, sign_status
 from synchronizer_server.replication.leader import ReplicationLeader
 from synchronizer_server.service.admin import AdminService
 from synchronizer_server.service.synchronizer import Context, SynchronizerService, refuse
@@ -23,6 +25,7 @@ class Switchboard:
         replication: who serves standbys; None where no standby is expected.
         not_leading: makes the error for those who ask meanwhile.
         follower_status: status of a process that does not lead.
+        key: proves to peers that ask that their answer is ours; empty where there are none.
     """
 
     not_leading: Callable[[], DilocoError] = lambda: DilocoError(
@@ -32,6 +35,7 @@ class Switchboard:
     synchronizer: SynchronizerService | None = None
     admin: AdminService | None = None
     replication: ReplicationLeader | None = None
+    key: bytes = field(default=b"", repr=False)
 
     def lead(
         self,
@@ -137,9 +141,16 @@ class SwitchedAdmin(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.GetStatusRequest, context: Context
     ) -> admin_pb2.GetStatusResponse:
         """What this process sees, whatever it is."""
-        if self._board.admin is None:
-            return self._board.follower_status()
-        return await self._board.admin.GetStatus(request, context)
+        board, nonce = self._board, request.nonce
+        if nonce and len(nonce) != NONCE_BYTES:
+            await refuse(context, malformed(f"a nonce of {len(nonce)} bytes, not {NONCE_BYTES}"))
+        if board.admin is None:
+            status = board.follower_status()
+        else:
+            status = await board.admin.GetStatus(request, context)
+        if nonce and board.key:
+            sign_status(status, board.key, nonce)
+        return status
 
     async def SetQuorum(
         self, request: admin_pb2.SetQuorumRequest, context: Context

@@ -14,7 +14,7 @@ import grpc.aio
 import torch
 
 from decoupled_diloco.channel import add_port, open_channel, server_options
-from decoupled_diloco.claims import Claim
+from decoupled_diloco.claims import Claim, claim_from
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.layout import Layout, Strategy, TensorSpec, build_layout
 from decoupled_diloco.settings import RunSettings
@@ -24,10 +24,12 @@ from decoupled_diloco.versions import Version
 from synchronizer_server.commits import layout_description
 from synchronizer_server.core.records import RoundRecord
 from synchronizer_server.merge.fragment_state import FragmentState
+from synchronizer_server.proofs import Handshake, new_nonce
 from synchronizer_server.replication.follower import Follower
 from synchronizer_server.replication.leader import ReplicationLeader
 from synchronizer_server.replication.messages import (
     Transfer,
+    challenge_message,
     encode_tensor,
     record_message,
     run_message,
@@ -152,7 +154,7 @@ def messages_of(
 def stream_of(lineage: Lineage, term: int = 1) -> list[pb.ReplicateResponse]:
     """All that an empty standby gets of a cut."""
     claim = claim_of(term)
-    run = run_message(claim, DESCRIPTION, SETTINGS)
+    run = run_message(claim, DESCRIPTION, SETTINGS, proof=b"")
     return [run, *messages_of(claim, lineage.whole())]
 
 
@@ -206,6 +208,7 @@ class Led:
             settings,
             events=self.heard,
             heard=self.heard.believe,
+            key=KEY,
             runner=self.runner,
         )
         return self.leader
@@ -251,23 +254,39 @@ def not_leading() -> DilocoError:
 
 
 class Scripted(rpc.ReplicationServiceServicer):
-    """A leader that says what it was told, then waits.
+    """A leader that says what it was told, then waits; it proves that it holds a key.
 
     Args:
-        streams: the messages of each stream in turn.
+        streams: the messages of each stream in turn, after challenge and hello.
         waits: False where it ends the stream instead.
+        claim: its claim in the challenge.
+        key: what it signs with.
     """
 
-    def __init__(self, *streams: Iterable[pb.ReplicateResponse], waits: bool = True) -> None:
+    def __init__(
+        self, *streams: Iterable[pb.ReplicateResponse], waits: bool = True,
+        claim: Claim | None = None, key: bytes = KEY,
+    ) -> None:  # fmt: skip
         self._streams = iter(streams)
         self._waits = waits
+        self._claim = claim if claim is not None else claim_of(1)
+        self._key = key
         self.hellos: list[pb.ReplicateHello] = []
         self.acks: list[tuple[int, int]] = []
 
     async def Replicate(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
         del context
-        self.hellos.append((await anext(request_iterator)).hello)
+        nonce = new_nonce()
+        yield challenge_message(self._claim, nonce)
+        said: pb.ReplicateHello = (await anext(request_iterator)).hello
+        self.hellos.append(said)
+        handshake = Handshake(
+            claim=self._claim, standby_id=said.standby_id, leader_nonce=nonce,
+            standby_nonce=said.nonce,
+        )  # fmt: skip
         for message in next(self._streams):
+            if message.WhichOneof("kind") == "run":
+                message.run.proof = handshake.leader_proof(self._key)
             yield message
         while self._waits:
             request = await anext(request_iterator, None)
@@ -293,7 +312,7 @@ class Standby:
         self.standby_id = standby_id
         self.runner = ThreadRunner(standby_id)
         self.follower = Follower(
-            self.store, self.runner, settings, standby_id=standby_id, heard=believes
+            self.store, self.runner, settings, standby_id=standby_id, heard=believes, key=KEY
         )
         self.errors: list[DilocoError] = []
 
@@ -330,16 +349,38 @@ class Standby:
 
 
 @contextlib.asynccontextmanager
-async def raw_stream(address: str, *requests: pb.ReplicateRequest) -> AsyncIterator[Any]:
-    """A hand-made standby's call."""
+async def raw_stream(
+    address: str, *requests: pb.ReplicateRequest, key: bytes = KEY
+) -> AsyncIterator[Any]:
+    """A hand-made standby's call, after the challenge; hellos without a proof are signed."""
     channel = open_channel(address, "test")
     try:
         call = rpc.ReplicationServiceStub(channel).Replicate()
+        first = await call.read()
         for request in requests:
-            await call.write(request)
+            due = pb.ReplicateRequest()
+            due.CopyFrom(request)
+            if due.WhichOneof("kind") == "hello" and not due.hello.proof:
+                due.hello.MergeFrom(signed(due.hello, first.challenge, key))
+            await call.write(due)
         yield call
     finally:
         await channel.close()
+
+
+def signed(
+    said: pb.ReplicateHello, challenge: pb.ReplicateChallenge, key: bytes = KEY
+) -> pb.ReplicateHello:
+    """What makes a hello the answer to a challenge."""
+    handshake = Handshake(
+        claim=claim_from(challenge.claim),
+        standby_id=said.standby_id,
+        leader_nonce=challenge.nonce,
+        standby_nonce=new_nonce(),
+    )
+    return pb.ReplicateHello(
+        nonce=handshake.standby_nonce, proof=handshake.standby_proof(key) if key else b""
+    )
 
 
 def hello(**changes: object) -> pb.ReplicateRequest:

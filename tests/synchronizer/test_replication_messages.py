@@ -276,7 +276,7 @@ def test_damage_anywhere_is_refused_or_harmless(data: st.DataObject) -> None:
 
 
 def test_settings_that_differ_are_named() -> None:
-    run = run_message(claim_of(1), DESCRIPTION, SETTINGS).run
+    run = run_message(claim_of(1), DESCRIPTION, SETTINGS, proof=b"").run
     check_settings(run.settings_json, SETTINGS)
     assert description_from(run.description_json) == DESCRIPTION
     other = make_settings(num_fragments=3, quorum=2, overlap=1)
@@ -294,7 +294,7 @@ def test_settings_of_another_release_are_named() -> None:
 
 def test_settings_without_end_travel_too() -> None:
     endless = dataclasses.replace(SETTINGS, startup_wait_s=float("inf"))
-    run = run_message(claim_of(1), None, endless).run
+    run = run_message(claim_of(1), None, endless, proof=b"").run
     check_settings(run.settings_json, endless)
     assert description_from(run.description_json) is None
 

@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 
 from decoupled_diloco.channel import error_from_rpc
-from decoupled_diloco.claims import Claim
+from decoupled_diloco.claims import Claim, claim_from
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import replication_pb2 as pb
 from decoupled_diloco.v1 import types_pb2
@@ -18,6 +18,7 @@ from synchronizer_server.store import MemoryStore
 from tests.synchronizer.fake_learner import make_settings, until
 from tests.synchronizer.replication_kit import (
     DESCRIPTION,
+    KEY,
     SETTINGS,
     Lineage,
     Scripted,
@@ -36,14 +37,14 @@ pytestmark = pytest.mark.asyncio
 ACK = pb.ReplicateRequest(ack=pb.ReplicateAck(term=1, global_step=0))
 
 
-async def refusal(address: str, *requests: pb.ReplicateRequest) -> DilocoError:
+async def refusal(address: str, *requests: pb.ReplicateRequest, key: bytes = KEY) -> DilocoError:
     """Why a leader ends a hand-made standby's stream."""
-    async with raw_stream(address, *requests) as call:
-        try:
+    try:
+        async with raw_stream(address, *requests, key=key) as call:
             while await call.read() is not grpc.aio.EOF:
                 pass
-        except grpc.aio.AioRpcError as error:
-            return error_from_rpc(error)
+    except grpc.aio.AioRpcError as error:
+        return error_from_rpc(error)
     raise AssertionError("the stream ended without a reason")
 
 
@@ -150,7 +151,8 @@ async def refused_by_standby(
 ) -> DilocoError:
     """Why a standby ends a scripted leader's stream."""
     follower = standby if standby is not None else Standby()
-    async with serve(Scripted(messages)) as address:
+    claims = [claim_from(x.run.claim) for x in messages if x.WhichOneof("kind") == "run"]
+    async with serve(Scripted(messages, claim=next(iter(claims), None))) as address:
         error = await follower.follow_once(address, highest)
     follower.runner.close()
     assert not follower.follower.streaming
@@ -158,7 +160,7 @@ async def refused_by_standby(
 
 
 def run(claim: Claim, settings: object = SETTINGS) -> pb.ReplicateResponse:
-    return run_message(claim, DESCRIPTION, settings)  # type: ignore[arg-type]
+    return run_message(claim, DESCRIPTION, settings, proof=b"")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +240,7 @@ def bad_streams() -> dict[str, list[pb.ReplicateResponse]]:
         "no run": good[1:],
         "nothing": [pb.ReplicateResponse()],
         "nothing later": [good[0], pb.ReplicateResponse()],
-        "record before description": [run_message(claim, None, SETTINGS), *good[1:]],
+        "record before description": [run_message(claim, None, SETTINGS, proof=b""), *good[1:]],
         "no layout": [described],
         "run within a record": [*good[:2], good[0]],
         "another leader's run": [good[0], run(claim_of(2))],

@@ -91,12 +91,17 @@ class GetStatusRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    NONCE_FIELD_NUMBER: _builtins.int
+    nonce: _builtins.bytes
+    """32 random bytes of a synchronizer that asks its peer; empty from everybody else."""
     def __init__(
         self,
+        *,
+        nonce: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -126,6 +131,7 @@ class GetStatusResponse(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     RECORD_TERM_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Id of the run."""
     state: _builtins.str
@@ -142,6 +148,10 @@ class GetStatusResponse(_message.Message):
     """leading, following or waiting."""
     record_term: _builtins.int
     """Term of the newest record in the store; 0 for none."""
+    proof: _builtins.bytes
+    """HMAC-SHA-256 with the run's key over purpose, run, nonce of the request, role, record_term,
+    global_step, and term and leader of the claim; empty where no nonce was given.
+    """
     @_builtins.property
     def claim(self) -> _types_pb2.LeadershipClaim:
         """Claim of leadership."""
@@ -203,10 +213,11 @@ class GetStatusResponse(_message.Message):
         data: Global___DataStatus | None = ...,
         snapshot: Global___SnapshotStatus | None = ...,
         record_term: _builtins.int = ...,
+        proof: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "data", b"data", "pace", b"pace", "replication", b"replication", "snapshot", b"snapshot", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "data", b"data", "global_step", b"global_step", "learners", b"learners", "pace", b"pace", "quorum", b"quorum", "record_term", b"record_term", "replication", b"replication", "role", b"role", "rounds", b"rounds", "run_id", b"run_id", "snapshot", b"snapshot", "state", b"state", "total_global_steps", b"total_global_steps", "totals", b"totals", "uptime_seconds", b"uptime_seconds", "versions", b"versions", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "data", b"data", "global_step", b"global_step", "learners", b"learners", "pace", b"pace", "proof", b"proof", "quorum", b"quorum", "record_term", b"record_term", "replication", b"replication", "role", b"role", "rounds", b"rounds", "run_id", b"run_id", "snapshot", b"snapshot", "state", b"state", "total_global_steps", b"total_global_steps", "totals", b"totals", "uptime_seconds", b"uptime_seconds", "versions", b"versions", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from decoupled_diloco.v1 import types_pb2 as decoupled__diloco_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%decoupled_diloco/v1/replication.proto\x12\x13\x64\x65\x63oupled_diloco.v1\x1a\x1f\x64\x65\x63oupled_diloco/v1/types.proto\"\x82\x01\n\x10ReplicateRequest\x12\x34\n\x05hello\x18\x01 \x01(\x0b\x32#.decoupled_diloco.v1.ReplicateHelloH\x00\x12\x30\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32!.decoupled_diloco.v1.ReplicateAckH\x00\x42\x06\n\x04kind\"\x9d\x01\n\x0eReplicateHello\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nstandby_id\x18\x02 \x01(\t\x12\x32\n\x04held\x18\x03 \x03(\x0b\x32$.decoupled_diloco.v1.FragmentVersion\x12\x33\n\x05\x63laim\x18\x04 \x01(\x0b\x32$.decoupled_diloco.v1.LeadershipClaim\"1\n\x0cReplicateAck\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\x13\n\x0bglobal_step\x18\x02 \x01(\x04\"\x9e\x02\n\x11ReplicateResponse\x12\x36\n\x06record\x18\x01 \x01(\x0b\x32$.decoupled_diloco.v1.ReplicateRecordH\x00\x12\x36\n\x06tensor\x18\x02 \x01(\x0b\x32$.decoupled_diloco.v1.ReplicateTensorH\x00\x12+\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x1a.decoupled_diloco.v1.ChunkH\x00\x12\x30\n\x03run\x18\x04 \x01(\x0b\x32!.decoupled_diloco.v1.ReplicateRunH\x00\x12\x32\n\x05state\x18\x05 \x01(\x0b\x32!.decoupled_diloco.v1.ReplicaStateH\x00\x42\x06\n\x04kind\"t\n\x0cReplicateRun\x12\x33\n\x05\x63laim\x18\x01 \x01(\x0b\x32$.decoupled_diloco.v1.LeadershipClaim\x12\x18\n\x10\x64\x65scription_json\x18\x02 \x01(\t\x12\x15\n\rsettings_json\x18\x03 \x01(\t\"\x1f\n\x0cReplicaState\x12\x0f\n\x07in_sync\x18\x01 \x01(\x08\"\x94\x01\n\x0fReplicateRecord\x12\x33\n\x05\x63laim\x18\x01 \x01(\x0b\x32$.decoupled_diloco.v1.LeadershipClaim\x12\r\n\x05group\x18\x02 \x01(\r\x12\x13\n\x0bglobal_step\x18\x03 \x01(\x04\x12\x13\n\x0brecord_json\x18\x04 \x01(\t\x12\x13\n\x0bnum_tensors\x18\x05 \x01(\r\"b\n\x0fReplicateTensor\x12\x10\n\x08\x66ragment\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12/\n\x08\x65ncoding\x18\x03 \x01(\x0b\x32\x1d.decoupled_diloco.v1.Encoding2t\n\x12ReplicationService\x12^\n\tReplicate\x12%.decoupled_diloco.v1.ReplicateRequest\x1a&.decoupled_diloco.v1.ReplicateResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%decoupled_diloco/v1/replication.proto\x12\x13\x64\x65\x63oupled_diloco.v1\x1a\x1f\x64\x65\x63oupled_diloco/v1/types.proto\"\x82\x01\n\x10ReplicateRequest\x12\x34\n\x05hello\x18\x01 \x01(\x0b\x32#.decoupled_diloco.v1.ReplicateHelloH\x00\x12\x30\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32!.decoupled_diloco.v1.ReplicateAckH\x00\x42\x06\n\x04kind\"\xbb\x01\n\x0eReplicateHello\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nstandby_id\x18\x02 \x01(\t\x12\x32\n\x04held\x18\x03 \x03(\x0b\x32$.decoupled_diloco.v1.FragmentVersion\x12\x33\n\x05\x63laim\x18\x04 \x01(\x0b\x32$.decoupled_diloco.v1.LeadershipClaim\x12\r\n\x05nonce\x18\x05 \x01(\x0c\x12\r\n\x05proof\x18\x06 \x01(\x0c\"1\n\x0cReplicateAck\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\x13\n\x0bglobal_step\x18\x02 \x01(\x04\"\xdc\x02\n\x11ReplicateResponse\x12\x36\n\x06record\x18\x01 \x01(\x0b\x32$.decoupled_diloco.v1.ReplicateRecordH\x00\x12\x36\n\x06tensor\x18\x02 \x01(\x0b\x32$.decoupled_diloco.v1.ReplicateTensorH\x00\x12+\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x1a.decoupled_diloco.v1.ChunkH\x00\x12\x30\n\x03run\x18\x04 \x01(\x0b\x32!.decoupled_diloco.v1.ReplicateRunH\x00\x12\x32\n\x05state\x18\x05 \x01(\x0b\x32!.decoupled_diloco.v1.ReplicaStateH\x00\x12<\n\tchallenge\x18\x06 \x01(\x0b\x32\'.decoupled_diloco.v1.ReplicateChallengeH\x00\x42\x06\n\x04kind\"X\n\x12ReplicateChallenge\x12\x33\n\x05\x63laim\x18\x01 \x01(\x0b\x32$.decoupled_diloco.v1.LeadershipClaim\x12\r\n\x05nonce\x18\x02 \x01(\x0c\"\x83\x01\n\x0cReplicateRun\x12\x33\n\x05\x63laim\x18\x01 \x01(\x0b\x32$.decoupled_diloco.v1.LeadershipClaim\x12\x18\n\x10\x64\x65scription_json\x18\x02 \x01(\t\x12\x15\n\rsettings_json\x18\x03 \x01(\t\x12\r\n\x05proof\x18\x04 \x01(\x0c\"\x1f\n\x0cReplicaState\x12\x0f\n\x07in_sync\x18\x01 \x01(\x08\"\x94\x01\n\x0fReplicateRecord\x12\x33\n\x05\x63laim\x18\x01 \x01(\x0b\x32$.decoupled_diloco.v1.LeadershipClaim\x12\r\n\x05group\x18\x02 \x01(\r\x12\x13\n\x0bglobal_step\x18\x03 \x01(\x04\x12\x13\n\x0brecord_json\x18\x04 \x01(\t\x12\x13\n\x0bnum_tensors\x18\x05 \x01(\r\"b\n\x0fReplicateTensor\x12\x10\n\x08\x66ragment\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12/\n\x08\x65ncoding\x18\x03 \x01(\x0b\x32\x1d.decoupled_diloco.v1.Encoding2t\n\x12ReplicationService\x12^\n\tReplicate\x12%.decoupled_diloco.v1.ReplicateRequest\x1a&.decoupled_diloco.v1.ReplicateResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,19 +35,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPLICATEREQUEST']._serialized_start=96
   _globals['_REPLICATEREQUEST']._serialized_end=226
   _globals['_REPLICATEHELLO']._serialized_start=229
-  _globals['_REPLICATEHELLO']._serialized_end=386
-  _globals['_REPLICATEACK']._serialized_start=388
-  _globals['_REPLICATEACK']._serialized_end=437
-  _globals['_REPLICATERESPONSE']._serialized_start=440
-  _globals['_REPLICATERESPONSE']._serialized_end=726
-  _globals['_REPLICATERUN']._serialized_start=728
-  _globals['_REPLICATERUN']._serialized_end=844
-  _globals['_REPLICASTATE']._serialized_start=846
-  _globals['_REPLICASTATE']._serialized_end=877
-  _globals['_REPLICATERECORD']._serialized_start=880
-  _globals['_REPLICATERECORD']._serialized_end=1028
-  _globals['_REPLICATETENSOR']._serialized_start=1030
-  _globals['_REPLICATETENSOR']._serialized_end=1128
-  _globals['_REPLICATIONSERVICE']._serialized_start=1130
-  _globals['_REPLICATIONSERVICE']._serialized_end=1246
+  _globals['_REPLICATEHELLO']._serialized_end=416
+  _globals['_REPLICATEACK']._serialized_start=418
+  _globals['_REPLICATEACK']._serialized_end=467
+  _globals['_REPLICATERESPONSE']._serialized_start=470
+  _globals['_REPLICATERESPONSE']._serialized_end=818
+  _globals['_REPLICATECHALLENGE']._serialized_start=820
+  _globals['_REPLICATECHALLENGE']._serialized_end=908
+  _globals['_REPLICATERUN']._serialized_start=911
+  _globals['_REPLICATERUN']._serialized_end=1042
+  _globals['_REPLICASTATE']._serialized_start=1044
+  _globals['_REPLICASTATE']._serialized_end=1075
+  _globals['_REPLICATERECORD']._serialized_start=1078
+  _globals['_REPLICATERECORD']._serialized_end=1226
+  _globals['_REPLICATETENSOR']._serialized_start=1228
+  _globals['_REPLICATETENSOR']._serialized_end=1326
+  _globals['_REPLICATIONSERVICE']._serialized_start=1328
+  _globals['_REPLICATIONSERVICE']._serialized_end=1444
 # @@protoc_insertion_point(module_scope)

@@ -29,7 +29,7 @@ class ReplicateRequest(_message.Message):
     ACK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___ReplicateHello:
-        """Opens the stream."""
+        """Answers the challenge."""
 
     @_builtins.property
     def ack(self) -> Global___ReplicateAck:
@@ -53,7 +53,7 @@ Global___ReplicateRequest: _TypeAlias = ReplicateRequest  # noqa: Y015
 
 @_typing.final
 class ReplicateHello(_message.Message):
-    """Opens a replication stream."""
+    """Who follows, in answer to the leader's challenge."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -61,10 +61,18 @@ class ReplicateHello(_message.Message):
     STANDBY_ID_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     CLAIM_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run to follow."""
     standby_id: _builtins.str
     """Id of the standby."""
+    nonce: _builtins.bytes
+    """32 random bytes, drawn for this stream: the leader proves itself over them."""
+    proof: _builtins.bytes
+    """HMAC-SHA-256 with the run's key over purpose, run, standby, term and leader of the challenge
+    and both nonces; without it a hello is refused as BAD_CLAIM.
+    """
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.FragmentVersion]:
         """What it holds."""
@@ -80,10 +88,12 @@ class ReplicateHello(_message.Message):
         standby_id: _builtins.str = ...,
         held: _abc.Iterable[_types_pb2.FragmentVersion] | None = ...,
         claim: _types_pb2.LeadershipClaim | None = ...,
+        nonce: _builtins.bytes = ...,
+        proof: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "held", b"held", "run_id", b"run_id", "standby_id", b"standby_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "held", b"held", "nonce", b"nonce", "proof", b"proof", "run_id", b"run_id", "standby_id", b"standby_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -126,6 +136,7 @@ class ReplicateResponse(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    CHALLENGE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def record(self) -> Global___ReplicateRecord:
         """A round record; tensors follow."""
@@ -140,11 +151,15 @@ class ReplicateResponse(_message.Message):
 
     @_builtins.property
     def run(self) -> Global___ReplicateRun:
-        """The run; always first."""
+        """The run; comes first after the hello."""
 
     @_builtins.property
     def state(self) -> Global___ReplicaState:
         """Where the standby stands, whenever that changes."""
+
+    @_builtins.property
+    def challenge(self) -> Global___ReplicateChallenge:
+        """Opens the stream."""
 
     def __init__(
         self,
@@ -154,16 +169,45 @@ class ReplicateResponse(_message.Message):
         chunk: _types_pb2.Chunk | None = ...,
         run: Global___ReplicateRun | None = ...,
         state: Global___ReplicaState | None = ...,
+        challenge: Global___ReplicateChallenge | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "kind", b"kind", "record", b"record", "run", b"run", "state", b"state", "tensor", b"tensor"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "chunk", b"chunk", "kind", b"kind", "record", b"record", "run", b"run", "state", b"state", "tensor", b"tensor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "kind", b"kind", "record", b"record", "run", b"run", "state", b"state", "tensor", b"tensor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "chunk", b"chunk", "kind", b"kind", "record", b"record", "run", b"run", "state", b"state", "tensor", b"tensor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["record", "tensor", "chunk", "run", "state"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["record", "tensor", "chunk", "run", "state", "challenge"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___ReplicateResponse: _TypeAlias = ReplicateResponse  # noqa: Y015
+
+@_typing.final
+class ReplicateChallenge(_message.Message):
+    """Opens a replication stream: who leads, and what a standby must sign."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLAIM_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    nonce: _builtins.bytes
+    """32 random bytes, drawn for this stream."""
+    @_builtins.property
+    def claim(self) -> _types_pb2.LeadershipClaim:
+        """Claim of leadership of who sends."""
+
+    def __init__(
+        self,
+        *,
+        claim: _types_pb2.LeadershipClaim | None = ...,
+        nonce: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "nonce", b"nonce"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicateChallenge: _TypeAlias = ReplicateChallenge  # noqa: Y015
 
 @_typing.final
 class ReplicateRun(_message.Message):
@@ -174,10 +218,15 @@ class ReplicateRun(_message.Message):
     CLAIM_FIELD_NUMBER: _builtins.int
     DESCRIPTION_JSON_FIELD_NUMBER: _builtins.int
     SETTINGS_JSON_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
     description_json: _builtins.str
     """Description of the run as the store keeps it, a JSON object; empty before the first Join."""
     settings_json: _builtins.str
     """Settings of the run, a JSON object: the standby's must be the same."""
+    proof: _builtins.bytes
+    """HMAC-SHA-256 as in the hello, with a purpose of its own: a claim alone can be repeated by
+    anybody who has heard it.
+    """
     @_builtins.property
     def claim(self) -> _types_pb2.LeadershipClaim:
         """Claim of leadership of who sends."""
@@ -188,10 +237,11 @@ class ReplicateRun(_message.Message):
         claim: _types_pb2.LeadershipClaim | None = ...,
         description_json: _builtins.str = ...,
         settings_json: _builtins.str = ...,
+        proof: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "description_json", b"description_json", "settings_json", b"settings_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "description_json", b"description_json", "proof", b"proof", "settings_json", b"settings_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

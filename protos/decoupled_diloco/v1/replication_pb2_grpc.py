@@ -47,7 +47,8 @@ class ReplicationServiceServicer(object):
     """
 
     def Replicate(self, request_iterator, context):
-        """Records down in order; acknowledgements up, each after persisting.
+        """A challenge down and a hello up, by which both sides prove that they hold the run's key; then
+        the run and its records down in order, and acknowledgements up, each after persisting.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

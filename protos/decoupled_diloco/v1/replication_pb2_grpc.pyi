@@ -34,7 +34,9 @@ class ReplicationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ReplicationServiceAsyncStub: ...
     Replicate: _grpc.StreamStreamMultiCallable[_replication_pb2.ReplicateRequest, _replication_pb2.ReplicateResponse]
-    """Records down in order; acknowledgements up, each after persisting."""
+    """A challenge down and a hello up, by which both sides prove that they hold the run's key; then
+    the run and its records down in order, and acknowledgements up, each after persisting.
+    """
 
 @_typing.type_check_only
 class ReplicationServiceAsyncStub(ReplicationServiceStub):
@@ -42,7 +44,9 @@ class ReplicationServiceAsyncStub(ReplicationServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Replicate: _aio.StreamStreamMultiCallable[_replication_pb2.ReplicateRequest, _replication_pb2.ReplicateResponse]  # type: ignore[assignment]
-    """Records down in order; acknowledgements up, each after persisting."""
+    """A challenge down and a hello up, by which both sides prove that they hold the run's key; then
+    the run and its records down in order, and acknowledgements up, each after persisting.
+    """
 
 class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by the leader to standbys."""
@@ -53,6 +57,8 @@ class ReplicationServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_replication_pb2.ReplicateRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_replication_pb2.ReplicateResponse], _abc.AsyncIterator[_replication_pb2.ReplicateResponse]]:
-        """Records down in order; acknowledgements up, each after persisting."""
+        """A challenge down and a hello up, by which both sides prove that they hold the run's key; then
+        the run and its records down in order, and acknowledgements up, each after persisting.
+        """
 
 def add_ReplicationServiceServicer_to_server(servicer: ReplicationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
