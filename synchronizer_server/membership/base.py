@@ -95,9 +95,6 @@ class Membership(Protocol):
         The incarnation stays known, so its number is never granted again.
         """
 
-    async def get_quorum(self) -> int | None:
-        """K as an operator last set it; None when nobody did."""
-
     async def set_quorum(self, quorum: int, term: int) -> None:
         """Sets K.
 

@@ -74,11 +74,6 @@ class MemoryMembership(MemoryUser):
                 return False
             return server.heard.pop(learner_id, None) is not None
 
-    async def get_quorum(self) -> int | None:
-        """See ``Membership.get_quorum``."""
-        with self._asking() as server:
-            return server.quorum
-
     async def set_quorum(self, quorum: int, term: int) -> None:
         """See ``Membership.set_quorum``."""
         check_quorum(quorum)

@@ -71,10 +71,6 @@ class RedisMembership:
         args = [learner_id, str(incarnation)]
         return bool(await self._fenced(self._remove, term, args, f"the end of {learner_id}"))
 
-    async def get_quorum(self) -> int | None:
-        """See ``Membership.get_quorum``."""
-        return self._quorum(await self._client.get("quorum"))
-
     async def set_quorum(self, quorum: int, term: int) -> None:
         """See ``Membership.set_quorum``."""
         check_quorum(quorum)

@@ -176,7 +176,6 @@ MEMBERSHIP_CALLS: dict[str, Callable[[Process], Awaitable[object]]] = {
     "members": lambda p: p.membership.members(),
     "expire": lambda p: p.membership.expire(1.0, 1),
     "remove": lambda p: p.membership.remove("a", ONE, 1),
-    "get_quorum": lambda p: p.membership.get_quorum(),
     "set_quorum": lambda p: p.membership.set_quorum(2, 1),
     "mark_seeded": lambda p: p.membership.mark_seeded(1),
     "is_seeded": lambda p: p.membership.is_seeded(),

@@ -46,7 +46,6 @@ async def test_a_fresh_membership_knows_nothing(membership: Membership) -> None:
     assert await membership.members() == []
     assert await membership.expire(0.0, 1) == []
     assert await membership.read_back() == Roll(members=(), quorum=None, seeded=False)
-    assert await membership.get_quorum() is None
     assert not await membership.is_seeded()
     assert not await membership.remove("a", Incarnation(1, 1), 1)
     await membership.heartbeat({}, 1)
@@ -249,11 +248,11 @@ async def test_a_removed_learner_that_is_heard_again_is_a_member_again(
 async def test_quorum_is_what_was_set_last_and_never_below_one(membership: Membership) -> None:
     await membership.set_quorum(3, 1)
     await membership.set_quorum(2, 1)
-    assert await membership.get_quorum() == 2
+    assert (await membership.read_back()).quorum == 2
     with pytest.raises(UsageError) as caught:
         await membership.set_quorum(0, 1)
     assert caught.value.reason is Reason.CONFIG_INVALID
-    assert await membership.get_quorum() == 2
+    assert (await membership.read_back()).quorum == 2
 
 
 @pytest.mark.asyncio

@@ -137,7 +137,7 @@ async def test_an_answer_that_comes_too_late_is_not_taken_for_that_of_the_next_c
             await every_call_fails(process)
             line.open.set()
             for _ in range(5):
-                assert await process.membership.get_quorum() == 2
+                assert (await process.membership.read_back()).quorum == 2
                 assert (await process.lease.read()).term == 1
                 assert await process.membership.is_seeded()
             await every_call_works(process)

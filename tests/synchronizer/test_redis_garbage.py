@@ -70,13 +70,13 @@ async def test_garbled_settings_are_refused(
 ) -> None:
     client.set(PREFIX + "quorum", text)
     client.set(PREFIX + "seeded", text)
-    await refused(process, "get_quorum", "is_seeded", "read_back")
+    await refused(process, "is_seeded", "read_back")
 
 
 USERS = {
     "incarnations": ("grant_incarnation", "heartbeat"),
     "heartbeats": ("grant_incarnation", "members", "expire", "read_back"),
-    "quorum": ("get_quorum", "read_back"),
+    "quorum": ("read_back",),
     "seeded": ("is_seeded", "read_back"),
     "term": (*FENCED, *LEASE_CALLS),
     "lease": tuple(LEASE_CALLS),
@@ -253,6 +253,6 @@ async def test_a_quorum_that_is_not_ours_is_mended_by_setting_it(
     process: Process, client: redis_client.Redis
 ) -> None:
     client.set(PREFIX + "quorum", "x")
-    await refused(process, "get_quorum")
+    await refused(process, "read_back")
     await process.membership.set_quorum(2, 1)
-    assert await process.membership.get_quorum() == 2
+    assert (await process.membership.read_back()).quorum == 2
