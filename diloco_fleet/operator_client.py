@@ -13,6 +13,7 @@ import click
 import grpc
 
 from decoupled_diloco.channel import (
+    MAX_LISTING_MESSAGE_BYTES,
     Address,
     channel_options,
     error_from_rpc,
@@ -81,7 +82,10 @@ class OperatorClient:
         self._address = _leader_of(address, insecure=insecure)
         require_secure(self._address, insecure=insecure)
         self._channel = grpc.insecure_channel(
-            str(self._address), options=channel_options(self._address, "operator")
+            str(self._address),
+            options=channel_options(
+                self._address, "operator", receive_bytes=MAX_LISTING_MESSAGE_BYTES
+            ),
         )
         self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
 

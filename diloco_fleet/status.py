@@ -11,7 +11,12 @@ from typing import Final
 
 import grpc
 
-from decoupled_diloco.channel import channel_options, parse_address, require_secure
+from decoupled_diloco.channel import (
+    MAX_LISTING_MESSAGE_BYTES,
+    channel_options,
+    parse_address,
+    require_secure,
+)
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.settings import PROTOCOL_VERSION
 from decoupled_diloco.v1 import admin_pb2, admin_pb2_grpc
@@ -101,7 +106,10 @@ class _Link:
         self.address = parse_address(address)
         require_secure(self.address, insecure=insecure)
         self.channel = grpc.insecure_channel(
-            str(self.address), options=channel_options(self.address, "status")
+            str(self.address),
+            options=channel_options(
+                self.address, "status", receive_bytes=MAX_LISTING_MESSAGE_BYTES
+            ),
         )
         self.stub = admin_pb2_grpc.AdminServiceStub(self.channel)
 

@@ -66,9 +66,18 @@ class Handshake:
         return (*ids, self.leader_nonce, self.standby_nonce)
 
 
-def sign_status(status: admin_pb2.GetStatusResponse, key: bytes, nonce: bytes) -> None:
-    """Puts a proof into the answer to a peer that asks where we stand."""
-    status.proof = sign(key, _STATUS, *_status_fields(status, nonce))
+def signed_status(
+    status: admin_pb2.GetStatusResponse, key: bytes, nonce: bytes
+) -> admin_pb2.GetStatusResponse:
+    """What a peer that asks is told: where we stand, signed, and no list of learners."""
+    return admin_pb2.GetStatusResponse(
+        run_id=status.run_id,
+        claim=status.claim,
+        role=status.role,
+        record_term=status.record_term,
+        global_step=status.global_step,
+        proof=sign(key, _STATUS, *_status_fields(status, nonce)),
+    )
 
 
 def proves_status(

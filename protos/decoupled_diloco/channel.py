@@ -25,8 +25,9 @@ from decoupled_diloco.errors import DOMAIN, DilocoError, Reason, UsageError
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 """Largest message either end takes; a chunk of 1 MiB and its header fit."""
 
-MAX_RECORD_MESSAGE_BYTES: Final = 256 * 1024 * 1024
-"""Largest message that a standby takes of its leader: a round record names every learner."""
+MAX_LISTING_MESSAGE_BYTES: Final = 256 * 1024 * 1024
+"""Largest message that a standby takes of its leader, and who looks of a synchronizer: a round
+record and a status name every learner."""
 
 KEEPALIVE_INTERVAL_S: Final = 10.0
 KEEPALIVE_TIMEOUT_S: Final = 5.0
@@ -182,7 +183,7 @@ def channel_options(
 def server_options() -> Options:
     """Options of a server. A port is never shared: a second server on it must fail, loudly."""
     return [
-        *_common_options(send_bytes=MAX_RECORD_MESSAGE_BYTES),
+        *_common_options(send_bytes=MAX_LISTING_MESSAGE_BYTES),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _milliseconds(MIN_PING_INTERVAL_S)),
         # No strikes: a learner that trains through an outage pings a server that has no calls.
         ("grpc.http2.max_ping_strikes", 0),

@@ -13,7 +13,7 @@ import grpc.aio
 
 from decoupled_diloco.channel import (
     ADMIN_DEADLINE_S,
-    MAX_RECORD_MESSAGE_BYTES,
+    MAX_LISTING_MESSAGE_BYTES,
     error_from_rpc,
     open_channel,
 )
@@ -144,7 +144,7 @@ class Follower:
             address,
             "replication",
             insecure=self._insecure,
-            receive_bytes=MAX_RECORD_MESSAGE_BYTES,
+            receive_bytes=MAX_LISTING_MESSAGE_BYTES,
         )
         try:
             call = rpc.ReplicationServiceStub(channel).Replicate()

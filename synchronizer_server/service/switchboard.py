@@ -9,7 +9,7 @@ from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import admin_pb2, admin_pb2_grpc, synchronizer_pb2_grpc
 from decoupled_diloco.v1 import synchronizer_pb2 as pb
 from decoupled_diloco.wire import malformed
-from synchronizer_server.proofs import NONCE_BYTES, sign_status
+from synchronizer_server.proofs import NONCE_BYTES, signed_status
 from synchronizer_server.replication.leader import ReplicationLeader
 from synchronizer_server.service.admin import AdminService
 from synchronizer_server.service.synchronizer import Context, SynchronizerService, refuse
@@ -149,7 +149,7 @@ class SwitchedAdmin(admin_pb2_grpc.AdminServiceServicer):
         else:
             status = await board.admin.GetStatus(request, context)
         if nonce and board.key:
-            sign_status(status, board.key, nonce)
+            return signed_status(status, board.key, nonce)
         return status
 
     async def SetQuorum(

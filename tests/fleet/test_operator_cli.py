@@ -13,12 +13,14 @@ import grpc
 import pytest
 from click.testing import CliRunner, Result
 
-from decoupled_diloco.channel import to_status
+from decoupled_diloco.channel import MAX_MESSAGE_BYTES, server_options, to_status
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.v1 import admin_pb2 as pb
 from decoupled_diloco.v1 import admin_pb2_grpc, types_pb2
 from diloco_fleet import cli
 from diloco_fleet.run_files import FleetFile, RunFiles, hold_run
+from diloco_fleet.status import StatusClient
+from synchronizer_server.joining import MAX_LEARNERS
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
@@ -80,7 +82,8 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
 @contextmanager
 def served(servicer: Admin) -> Iterator[str]:
     """Serves it; yields the address."""
-    server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
+    pool = futures.ThreadPoolExecutor(max_workers=2)
+    server = grpc.server(pool, options=server_options())
     admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -105,6 +108,26 @@ def test_the_quorum_is_shown_and_set(admin: tuple[Admin, str]) -> None:
     assert done.output.startswith("quorum 3, 2 learners live: merging waits for more")
     assert servicer.quorum == 3
     assert servicer.asked[0].request_id
+
+
+def test_a_fleet_of_as_many_learners_as_may_be_is_shown() -> None:
+    """Its status is larger than any other message."""
+    learners = [
+        pb.LearnerStatus(
+            learner_id=f"{i:05}", state="live", labels={"host": "h" * 256, "b": "b" * 256}
+        )
+        for i in range(MAX_LEARNERS)
+    ]
+    status = pb.GetStatusResponse(role="leading", quorum=1, learners=learners)
+    assert status.ByteSize() > MAX_MESSAGE_BYTES
+    servicer = Admin()
+    servicer.GetStatus = lambda *_: status  # type: ignore[method-assign]
+    with served(servicer) as address:
+        shown = diloco("quorum", "--address", address)
+        assert shown.output == f"quorum 1, {MAX_LEARNERS} learners live\n"
+        client = StatusClient(address)
+        assert len(client.status().learners) == MAX_LEARNERS
+        client.close()
 
 
 @pytest.mark.parametrize("words", [["3"], ["set"], ["set", "x"], ["set", "0"], ["set", "1", "2"]])

@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from decoupled_diloco.channel import error_from_rpc, open_channel, server_options
+from decoupled_diloco.channel import MAX_MESSAGE_BYTES, error_from_rpc, open_channel, server_options
 from decoupled_diloco.claims import Claim
 from decoupled_diloco.errors import Reason
 from decoupled_diloco.v1 import admin_pb2, admin_pb2_grpc
@@ -19,7 +19,7 @@ from decoupled_diloco.v1 import replication_pb2 as pb
 from decoupled_diloco.v1 import replication_pb2_grpc as rpc
 from synchronizer_server.core.lease import Holder, Peer
 from synchronizer_server.peers import PeerAsker
-from synchronizer_server.proofs import NONCE_BYTES, Handshake, new_nonce, sign_status
+from synchronizer_server.proofs import NONCE_BYTES, Handshake, new_nonce, signed_status
 from synchronizer_server.service.switchboard import Switchboard, SwitchedAdmin
 from tests.synchronizer.replication_kit import (
     KEY,
@@ -56,20 +56,16 @@ async def recorded(led: Led, said: pb.ReplicateHello) -> AsyncIterator[pb.Replic
         await channel.close()
 
 
-async def answer_to(address: str, said: pb.ReplicateHello, key: bytes) -> list[str | None] | Reason:
-    """What a hostile standby gets after its hello, until the stream waits for it."""
-    request = pb.ReplicateRequest(hello=said)
-    ack = pb.ReplicateRequest(ack=pb.ReplicateAck(term=1, global_step=0))
-    kinds: list[str | None] = []
+async def answer_to(address: str, said: pb.ReplicateHello, key: bytes) -> str | Reason | None:
+    """The answer to a hostile standby's hello: the kind of a message, or why it is refused."""
     try:
-        async with raw_stream(address, request, ack, key=key) as call:
-            while (message := await call.read()) is not grpc.aio.EOF:
-                kinds.append(message.WhichOneof("kind"))
+        async with raw_stream(address, pb.ReplicateRequest(hello=said), key=key) as call:
+            message: pb.ReplicateResponse = await call.read()
+            return message.WhichOneof("kind")
     except grpc.aio.AioRpcError as error:
-        if not kinds and error.code() is grpc.StatusCode.PERMISSION_DENIED:
+        if error.code() is grpc.StatusCode.PERMISSION_DENIED:
             return error_from_rpc(error).reason
         raise
-    return kinds
 
 
 @pytest.mark.asyncio
@@ -262,6 +258,20 @@ async def test_a_peer_that_holds_the_key_is_believed(role: str) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_peer_of_a_large_fleet_is_heard() -> None:
+    """A status of ten thousand learners would be more than a message may hold."""
+    status = status_of(claim_of(4))
+    labels = {"host": "h" * 256, "pid": "p" * 256}
+    status.learners.extend(
+        admin_pb2.LearnerStatus(learner_id=f"{i:05}", labels=labels) for i in range(10_000)
+    )
+    assert status.ByteSize() > MAX_MESSAGE_BYTES
+    board = Switchboard(key=KEY, follower_status=lambda: status)
+    async with answering(SwitchedAdmin(board)) as address:
+        assert [peer.position for peer in await Asking(address).asker.ask()] == [(4, 9)]
+
+
+@pytest.mark.asyncio
 async def test_what_a_stranger_says_of_itself_is_not_believed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -271,9 +281,10 @@ async def test_what_a_stranger_says_of_itself_is_not_believed(
     async with answering(stranger) as address:
         asking = Asking(address)
         assert await asking.asker.ask() == []
-        sign_status(stranger.status, OTHER_KEY, stranger.nonces[-1])
+        stranger.status = signed_status(stranger.status, OTHER_KEY, stranger.nonces[-1])
         assert await asking.asker.ask() == []
-        sign_status(stranger.status, KEY, stranger.nonces[-1])  # the answer to the question before
+        # The answer to the question before.
+        stranger.status = signed_status(stranger.status, KEY, stranger.nonces[-1])
         assert await asking.asker.ask() == []
         assert asking.heard == []
         assert asking.asker.num_unproven == 3

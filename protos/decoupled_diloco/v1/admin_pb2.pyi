@@ -93,7 +93,9 @@ class GetStatusRequest(_message.Message):
 
     NONCE_FIELD_NUMBER: _builtins.int
     nonce: _builtins.bytes
-    """32 random bytes of a synchronizer that asks its peer; empty from everybody else."""
+    """32 random bytes of a synchronizer that asks its peer, and is answered with what the proof
+    covers alone; empty from everybody else.
+    """
     def __init__(
         self,
         *,
