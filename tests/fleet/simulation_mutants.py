@@ -40,7 +40,7 @@ class Mutant:
 
 FIRST_SEEDS = {
     "watch_by_number": 20,
-    "lineage_by_number": 90,
+    "lineage_by_number": 3070,
     "the_term_comes_from_an_emptied_keeper": 50,
     "the_seed_is_marked_before_it_is_released": 2770,
     "an_empty_synchronizer_seeds": 300,
