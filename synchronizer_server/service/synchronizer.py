@@ -40,8 +40,10 @@ async def refuse(context: Context, error: Exception) -> NoReturn:
     elif not isinstance(error, DilocoError):
         logger.error("an RPC failed", exc_info=error)
         answer = DilocoError(Reason.INTERNAL, "the synchronizer failed; its log says more")
-    # What the failed call held (whole messages of strangers) would live on with the exception.
-    traceback.clear_frames(error.__traceback__)
+    # What the failed call held (whole messages of strangers) would live on with the exception. One
+    # error may end many streams: frames of the others, which answer still, must not be among them.
+    frames, error.__traceback__ = error.__traceback__, None
+    traceback.clear_frames(frames)
     assert isinstance(answer, DilocoError), "one of the three"
     await abort(context, answer)
 

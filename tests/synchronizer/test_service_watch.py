@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+
 import pytest
 import torch
 
@@ -205,3 +208,20 @@ async def test_watchers_are_told_when_the_synchronizer_stops_and_follow_the_next
         await until(lambda: follower.caught_up)
         assert follower.kinds == []
         await follower.stop()
+
+
+async def test_streams_that_one_error_ends_are_all_answered_and_nothing_is_left_to_complain() -> (
+    None
+):
+    """What one stream clears away of the error is not another's, which is still answering."""
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
+    async with serving(**alone()) as fleet:
+        await fleet.seeded("a")
+        watchers = [FakeWatcher(fleet, watcher_id=f"w{i}").start() for i in range(5)]
+        await until(lambda: all(watcher.follows() for watcher in watchers))
+        await fleet.engine.close(DilocoError(Reason.DRAINING, "the synchronizer stops"))
+        await until(lambda: all(watcher.error is not None for watcher in watchers))
+        assert {x.error.reason for x in watchers if x.error is not None} == {Reason.DRAINING}
+    gc.collect()
+    assert complaints == []
