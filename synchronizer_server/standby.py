@@ -111,6 +111,7 @@ class StandbyCopy:
     def _changed(self) -> None:
         follower, identity = self._follower, self._election.identity
         standing = self._election.leadership.core.standing
+        standing.begun_term = max(standing.begun_term, follower.highest_term)
         if follower.persisted is not None:
             standing.may_lead = True
             standing.position = follower.persisted

@@ -216,6 +216,7 @@ class StandbyCopy:
         """Tells the election where the copy stands."""
         node, follower = self._node, self._follower
         standing = node.leadership.core.standing
+        standing.begun_term = max(standing.begun_term, follower.highest_term)
         if follower.persisted is not None:
             standing.may_lead = True
             standing.position = follower.persisted

@@ -121,6 +121,7 @@ class Standing:
 
     Attributes:
         position: (term, global step) of the newest complete record in our store; (0, 0) for none.
+        begun_term: highest term that ever began in our store, also without a record; 0 for none.
         in_sync: whether our store had all published rounds when we last heard; True for the store
             of a leader and for one that never followed.
         leader_heard_at: when the leader was last heard on the replication stream, seconds; None
@@ -129,6 +130,7 @@ class Standing:
     """
 
     position: tuple[int, int] = (0, 0)
+    begun_term: int = 0
     in_sync: bool = True
     leader_heard_at: float | None = None
     may_lead: bool = True
@@ -312,15 +314,13 @@ class LeaseCore:
         return self._bid(now)
 
     def _bid(self, now: float) -> list[Effect]:
-        known = max(self._keeper_term, self.standing.position[0], self.highest.term, self._led_term)
-        self._bid_term = max(1 + known, self._bid_term)
+        self._bid_term = max(1 + max(self._keeper_term, self._used_term()), self._bid_term)
         self.why_waiting = f"bids for term {self._bid_term}"
         return [self._ask(Bid(self._bid_term), now)]
 
     def _granted(self, seen: Seen) -> list[Effect]:
         assert seen.holder is not None, "granted to us"
-        used = max(self.standing.position[0], self.highest.term, self._led_term)
-        if seen.holder.term <= used or not self.standing.may_lead:
+        if seen.holder.term <= self._used_term() or not self.standing.may_lead:
             # A term that was used already, or overtaken: the bid came too late.
             self.why_waiting = f"term {seen.holder.term} is over; its lease runs out"
             return []
@@ -332,6 +332,11 @@ class LeaseCore:
         self.held_until = seen.asked_at + self._timeout_s
         self._empty_since = self._peers = None
         return [Lead(self.term)]
+
+    def _used_term(self) -> int:
+        """The highest term that we know to have been led, whatever the keeper forgot."""
+        standing = self.standing
+        return max(standing.position[0], standing.begun_term, self.highest.term, self._led_term)
 
     # -- leading ---------------------------------------------------------------------------------
 

@@ -89,11 +89,8 @@ MUTANTS = (
                   "(standby_id,) if server.in_sync is None else server.in_sync",
                   "(standby_id,)"))),
     Mutant("the_term_comes_from_an_emptied_keeper", f"{CORE}.lease",
-           "max(self._keeper_term, self.standing.position[0], self.highest.term, self._led_term)",
-           "self._keeper_term",
-           also=((f"{CORE}.lease",
-                  "used = max(self.standing.position[0], self.highest.term, self._led_term)",
-                  "used = 0"),)),
+           "return max(standing.position[0], standing.begun_term, self.highest.term, "
+           "self._led_term)", "return 0 * standing.begun_term"),
     Mutant("the_residual_is_forgotten_at_a_restart", "synchronizer_server.store.memory",
            "        return self._tip, {p: tensors.clone() for p, tensors in "
            "self._fragments.items()}\n",

@@ -51,6 +51,15 @@ def test_a_store_in_sync_bids_at_once_above_every_term_it_knows():
     assert core.seen(seen(term=4, in_sync={"mine", "x"}), 0.0) == [Bid(10)]
 
 
+def test_a_term_that_began_in_our_empty_store_is_never_bid_for_again():
+    core = make(num_peers=0)
+    core.standing.begun_term = 3
+    core.seen(seen(), 0.0)
+    core.peers([], 0.0)
+    assert core.seen(seen(), TIMEOUT_S) == [Bid(4)]
+    assert core.seen(seen(Holder(term=3, leader_id=ME), term=3), TIMEOUT_S) == []
+
+
 def test_a_store_that_misses_rounds_never_bids():
     core = make()
     for at in range(100):
