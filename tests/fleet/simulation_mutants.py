@@ -43,7 +43,7 @@ FIRST_SEEDS = {
     "lineage_by_number": 3070,
     "the_term_comes_from_an_emptied_keeper": 50,
     "the_seed_is_marked_before_it_is_released": 2770,
-    "an_empty_synchronizer_seeds": 300,
+    "an_empty_synchronizer_seeds": 640,
     "the_base_is_corrected_twice": 125,
     "the_base_is_not_corrected": 125,
     "a_held_up_write_undoes_a_later_one": 105,
