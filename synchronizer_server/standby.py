@@ -123,6 +123,7 @@ class StandbyCopy:
             standing.in_sync = follower.in_sync
             self._says.log("replication", "in sync" if follower.in_sync else "catching up")
         else:
+            standing.leader_heard_at = None
             standing.in_sync = identity.in_sync
 
     def _keep(self, in_sync: bool) -> None:

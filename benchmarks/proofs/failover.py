@@ -136,6 +136,7 @@ def problems(
         f"rounds were lost: {found.lost}": not found.lost and disturbed["rounds_lost"] == 0,
         f"global steps were applied twice: {found.doubled}": not found.doubled,
         "a kill was followed by no take-over": None not in times,
+        "the standby never took over": any(x.took_over != x.process for x in found.kills),
         f"more than {bound_s:g} s without merging": all(x is None or x <= bound_s for x in times),
         "learners did not train on": all(kill.steps_meanwhile for kill in found.kills),
         f"p99 in learner.step is {rough / quiet:.2f} x": rough <= P99_FACTOR * quiet,
@@ -217,7 +218,9 @@ def print_figures(undisturbed: dict[str, Any], disturbed: dict[str, Any]) -> Non
 
 def print_evidence(found: Evidence, bound_s: float) -> None:
     times = sorted(x.without_merging_s for x in found.kills if x.without_merging_s is not None)
-    print(f"\nkills {len(found.kills)}, take-overs {len(times)}")
+    by_standby = sum(bool(x.took_over) and x.took_over != x.process for x in found.kills)
+    print(f"\nkills {len(found.kills)}, take-overs {len(times)}: {by_standby} by the standby, "
+          f"{len(times) - by_standby} by the process that was killed, started again")  # fmt: skip
     print(f"rounds lost {len(found.lost)}, doubled {len(found.doubled)}")
     print(f"rounds committed that nobody had applied and that were made again {len(found.redone)}")
     print(f"network calls {found.network_calls}, of them by training threads "

@@ -227,4 +227,5 @@ class StandbyCopy:
                 node.store_runner.submit("identity", lambda: node.set_in_sync(in_sync))
             standing.in_sync = follower.in_sync
         else:
+            standing.leader_heard_at = None
             standing.in_sync = node.in_sync

@@ -19,7 +19,7 @@ class LeaseView:
         remaining_s: how long the lease lasts still, by the keeper's clock; 0 without a holder.
         term: highest term that the keeper knows; 0 where it knows none.
         in_sync: standbys by whose take-over nothing is lost; None where the keeper knows nothing
-            of this run: it is new, or the keeper was emptied.
+            of this run: it is new, or the keeper was emptied, or a leader had it forget.
     """
 
     holder: Claim | None
@@ -86,8 +86,9 @@ class LeaseKeeper(Protocol):
 
         Args:
             claim: who gives it up.
-            forget: leave nothing behind, as in a keeper that was emptied: what it was told by a
-                leader without the run's rounds is worth nothing.
+            forget: leave nothing behind, as in a keeper that was emptied, but a term above the
+                claim's, so that no write of this claim lands that was held up on its way: what a
+                leader without the run's rounds has told is worth nothing.
         """
 
     async def aclose(self) -> None:

@@ -3,7 +3,7 @@
 Keys: KEYS[1] hash with an expiry, the claim that holds the lease and its address; KEYS[2] the
 highest term; KEYS[3] JSON list of the standbys in sync; KEYS[4] number of the write that set it in
 this term. The last three never expire: where there is neither term, nor list, nor a holder, Redis
-knows nothing of the run.
+knows nothing of the run; nor does it where a leader left ``forgotten`` in the place of the list.
 
 The first arguments are always a claim: ARGV[1] run id, ARGV[2] term, ARGV[3] leader id, ARGV[4]
 signature (hex), ARGV[5] address, ARGV[6] milliseconds of the lease. What is not ours stops a
@@ -16,8 +16,12 @@ from typing import Final
 
 from synchronizer_server.membership.scripts import TERM
 
+FORGOTTEN: Final = "forgotten"
+"""In the place of the list where a leader had everything forgotten."""
+
 _STATE: Final = (
     TERM
+    + f"local FORGOTTEN = '{FORGOTTEN}'"
     + """
 local fields = {'run_id', 'term', 'leader_id', 'signature', 'address'}
 local function holder()
@@ -34,7 +38,7 @@ local function holder()
 end
 local function sync()
   local text = redis.call('GET', KEYS[3])
-  if not text then return nil end
+  if not text or text == FORGOTTEN then return nil end
   local read, ids = pcall(cjson.decode, text)
   if not read or string.sub(text, 1, 1) ~= '[' then error('MALFORMED in_sync') end
   for _, id in ipairs(ids) do
@@ -43,7 +47,7 @@ local function sync()
   return ids
 end
 local held, in_sync, term = holder(), sync(), redis.call('GET', KEYS[2])
-local knows = held or in_sync or term
+local knows = held or in_sync or (term and redis.call('GET', KEYS[3]) ~= FORGOTTEN)
 term = term and to_term(term) or 0
 local function view()
   return {holder() or false, redis.call('GET', KEYS[2]), redis.call('GET', KEYS[3])}
@@ -82,7 +86,7 @@ if mine and term <= claimed then
   take()
 elseif not held and term < claimed and may then
   take()
-  write(redis.call('GET', KEYS[3]) or cjson.encode({ARGV[7]}), 0)
+  write(in_sync and redis.call('GET', KEYS[3]) or cjson.encode({ARGV[7]}), 0)
 end
 return view()
 """
@@ -104,7 +108,8 @@ return view()
 SET_IN_SYNC: Final = (
     _CLAIM
     + """
-if (held and not mine) or (knows and term ~= claimed) then return 0 end
+if held and not mine then return 0 end
+if (knows and term ~= claimed) or term > claimed then return 0 end
 local revision = redis.call('GET', KEYS[4]) or '0'
 revision = string.match(revision, '^%d+$') and tonumber(revision)
 if not revision or revision >= 2^53 then error('MALFORMED in_sync_revision') end
@@ -119,8 +124,12 @@ RELEASE: Final = (
     _CLAIM
     + """
 if mine then redis.call('DEL', KEYS[1]) end
-if mine and ARGV[7] == 'forget' then redis.call('DEL', KEYS[2], KEYS[3], KEYS[4]) end
+if mine and ARGV[7] == 'forget' then
+  redis.call('SET', KEYS[2], string.format('%.0f', claimed + 1))
+  redis.call('SET', KEYS[3], FORGOTTEN)
+  redis.call('DEL', KEYS[4])
+end
 return 0
 """
 )
-"""ARGV: claim, ``forget`` where nothing is to be left."""
+"""ARGV: claim, ``forget`` where nothing is to be left but a term that is above the claim's."""

@@ -48,7 +48,7 @@ class MemoryLease(MemoryUser):
     ) -> bool:
         """See ``LeaseKeeper.set_in_sync``."""
         with self._asking() as server:
-            is_new = server.in_sync is None
+            is_new = server.in_sync is None and server.term < claim.term
             if not _is_free_for(server, claim) or (not is_new and server.term != claim.term):
                 return False
             if server.in_sync_revision > revision:
@@ -64,7 +64,7 @@ class MemoryLease(MemoryUser):
                 return
             server.lease = None
             if forget:
-                server.term, server.in_sync, server.in_sync_revision = 0, None, 0
+                server.term, server.in_sync, server.in_sync_revision = claim.term + 1, None, 0
 
     async def aclose(self) -> None:
         """See ``LeaseKeeper.aclose``."""

@@ -89,7 +89,7 @@ class RedisLease:
         holder, address, remaining_s = (None, "", 0.0) if held is None else self._holder(held)
         known = 0 if term is None else client.term("term", term)
         ids = self._ids(in_sync)
-        if ids is None and (holder is not None or known):
+        if in_sync is None and (holder is not None or known):
             ids = frozenset()  # nobody may rely on what is lost
         return LeaseView(
             holder=holder, address=address, remaining_s=remaining_s, term=known, in_sync=ids
@@ -117,6 +117,8 @@ class RedisLease:
         if value is None:
             return None
         text = self._client.text("in_sync", value)
+        if text == lease_scripts.FORGOTTEN:
+            return None
         try:
             ids = json.loads(text)
         except (ValueError, RecursionError):

@@ -72,6 +72,19 @@ def test_another_store_in_sync_leads_where_the_winner_of_the_lease_dies_at_once(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_standby_leads_as_soon_as_the_lease_of_a_dead_leader_runs_out(seed: int) -> None:
+    """The leader was heard after it renewed, yet its records come no more."""
+    fleet = Fleet(seed, num_nodes=2)
+    world, (standby,) = fleet.world, fleet.others
+    assert world.keeper.server.lease is not None
+    ends_at = world.keeper.server.lease.ends_at
+    fleet.dead.die()
+    fleet.until(lambda: standby.engine is not None)
+    assert ends_at <= world.kernel.now < ends_at + world.settings.lease_timeout_s / 4
+    fleet.goes_on(standby)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_leader_of_before_leads_again_where_its_only_standby_dies_at_once(seed: int) -> None:
     fleet = Fleet(seed, num_nodes=2)
     fleet.crashes = True

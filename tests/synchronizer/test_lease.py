@@ -230,7 +230,30 @@ async def test_a_leader_without_the_rounds_leaves_nothing_behind(keeper: Keeper)
     await lease.release(claim_of(keeper, 3), forget=True)
     assert (await lease.read()).holder == claim, "somebody else's word changes nothing"
     await lease.release(claim, forget=True)
-    assert await lease.read() == NOTHING
+    view = await lease.read()
+    assert (view.holder, view.in_sync) == (None, None), "nothing is known of the run"
+    assert view.term > claim.term, "the next term is above what was held up on its way"
+    late = claim_of(keeper, view.term, "b")
+    assert (await take(lease, late)).holder is None, "a term is not granted twice"
+    fresh = claim_of(keeper, view.term + 1, "b")
+    view = await take(lease, fresh)
+    assert (view.holder, view.in_sync) == (fresh, {"b"})
+
+
+async def test_what_a_leader_asked_before_it_forgot_changes_nothing_afterwards(
+    keeper: Keeper,
+) -> None:
+    claim = claim_of(keeper, 4)
+    lease = keeper.lease()
+    await take(lease, claim)
+    await lease.release(claim, forget=True)
+    left = await lease.read()
+    assert not await lease.set_in_sync(claim, ["a"], revision=1)
+    assert (await prolong(lease, claim, in_sync=("a",))).holder is None
+    assert (await take(lease, claim)).holder is None
+    assert await lease.read() == left
+    higher = claim_of(keeper, 9, "b")
+    assert (await prolong(lease, higher, in_sync=("b",))).holder == higher, "one of a later term"
 
 
 async def test_nobody_in_sync_is_not_the_same_as_nothing_known(keeper: Keeper) -> None:
