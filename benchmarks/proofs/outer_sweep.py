@@ -159,7 +159,15 @@ def plan(quick: bool) -> list[Run]:
     references = [Run(kind="data-parallel"), Run(kind="one-learner"), Run(body="average")]
     finalists = [
         Run(learning_rate=lr, momentum=mu)
-        for lr, mu in ((1.0, 0.0), (0.8, 0.4), STOCK, (0.6, 0.4), (0.3, 0.7), (0.2, 0.9))
+        for lr, mu in (
+            (1.0, 0.0),
+            (0.8, 0.4),
+            STOCK,
+            (0.6, 0.4),
+            (0.6, 0.7),
+            (0.3, 0.7),
+            (0.2, 0.9),
+        )
     ]
     longer = [replace(run, num_steps=LONG) for run in (*finalists, references[0])]
     core = finalists + references + [replace(run, seed=1) for run in finalists]
