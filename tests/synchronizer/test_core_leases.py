@@ -9,21 +9,16 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leases_kit import ONE, TWO, grant, reloaded
 
 from decoupled_diloco.errors import DilocoError
 from decoupled_diloco.versions import Incarnation, Version
 from synchronizer_server.core.data_records import (
     DataRange,
     check_data,
-    data_from,
-    data_to,
-    lease_from,
-    lease_to,
 )
 from synchronizer_server.core.leases import DataLease, DataLeases
 from synchronizer_server.core.records import ContributionRecord
-
-ONE, TWO = Incarnation(1, 1), Incarnation(1, 2)
 
 
 def contribution(learner_id: str, incarnation: Incarnation, step: int) -> ContributionRecord:
@@ -31,20 +26,6 @@ def contribution(learner_id: str, incarnation: Incarnation, step: int) -> Contri
         learner_id=learner_id, incarnation=incarnation, base=Version(1, 0, b"a" * 32),
         local_step=step, num_tokens=1, num_steps=1, weight=1.0,
     )  # fmt: skip
-
-
-def reloaded(book: DataLeases, *, length: int, lease_length: int) -> DataLeases:
-    """A book that goes on from what the records of this one say, through JSON."""
-    data = data_from(data_to(book.record), "data")
-    leases = [lease_from(lease_to(x), "lease") for x in book.leases]
-    check_data(data, leases)
-    return DataLeases(length=length, lease_length=lease_length, record=data, leases=leases)
-
-
-def grant(book: DataLeases, who: str) -> DataLease:
-    lease = book.grant(who, ONE, f"r{book.record.next_lease_id}")
-    assert lease is not None
-    return lease
 
 
 def test_ranges_follow_each_other_and_end_with_the_epoch():
