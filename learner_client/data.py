@@ -219,7 +219,8 @@ class LeasedData:
         if shuffle_seed is not None and not self._length:
             raise UsageError(
                 Reason.CONFIG_CONFLICT,
-                "data without an end cannot be shuffled; set data_length or leave out shuffle_seed",
+                "data without an end cannot be shuffled: start the synchronizer of a new run with "
+                "data_length = samples of one pass, or leave out shuffle_seed",
             )
 
     def _check_size(self, num_samples: int) -> None:
