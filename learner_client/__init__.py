@@ -15,7 +15,14 @@ from learner_client.overhead import Overhead
 from learner_client.parameters import ModuleParameters, Parameters
 from learner_client.run_info import fetch_settings, wait_for_settings
 from learner_client.runtime import Runtime
+from learner_client.snapshots import SnapshotDirectory
 from learner_client.status import LearnerStatus
+from learner_client.training_state import (
+    SavedLearner,
+    TrainingState,
+    load_training_state,
+    save_training_state,
+)
 
 __all__ = [
     "Change",
@@ -32,9 +39,14 @@ __all__ = [
     "Parameters",
     "Reason",
     "Runtime",
+    "SavedLearner",
+    "SnapshotDirectory",
     "State",
+    "TrainingState",
     "UsageError",
     "epoch_order",
     "fetch_settings",
+    "load_training_state",
+    "save_training_state",
     "wait_for_settings",
 ]
