@@ -10,6 +10,7 @@ from decoupled_diloco.versions import Version
 from synchronizer_server.core.data_records import DataRecord
 from synchronizer_server.core.effects import RoundSummary
 from synchronizer_server.core.records import DrainRecord, RoundRecord
+from synchronizer_server.core.roster import MOST_TOKENS
 from synchronizer_server.core.state import CoreState, Restored
 from synchronizer_server.membership.base import Roll
 
@@ -124,7 +125,7 @@ def make_record(
         local_steps={x.learner_id: x.local_step for x in learners},
         quorum=state.quorum if state.quorum != state.settings.quorum else 0,
         leases=state.data.leases if state.data is not None else (),
-        num_tokens_merged=sum(merged.values()),
+        num_tokens_merged=min(sum(merged.values()), MOST_TOKENS),
         tokens_merged_by_learner=merged,
         layout_fingerprint=fingerprint,
         data=state.data.record if state.data is not None else DataRecord(),

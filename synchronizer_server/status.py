@@ -54,7 +54,7 @@ def status_message(engine: Engine, labels: Mapping[str, Mapping[str, str]]) -> p
             sync_seconds=pace.sync_s or 0.0,
             grace_seconds=pace.grace_s(),
         ),
-        totals=engine.ledger.totals(sum(x.num_tokens_merged for x in learners)),
+        totals=engine.ledger.totals(min(sum(x.num_tokens_merged for x in learners), MAX_COUNT)),
         uptime_seconds=now - engine.started_at,
         snapshot=engine.snapshots.status(),
         role="leading",
@@ -151,7 +151,7 @@ def _learner(
         labels=labels,
         data_position=position[0],
         data_stop=position[1],
-        tokens_processed=min(learner.num_tokens, MAX_COUNT),
+        tokens_processed=learner.num_tokens,
         quarantine=learner.quarantine,
     )
 

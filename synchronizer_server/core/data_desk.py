@@ -120,5 +120,16 @@ class DataDesk:
             known.incarnation if known is not None else None,
             claims,
             may_claim=now < self.state.claims_until,
+            has_missed=not snapshot and previous is not None and self._has_missed(previous, now),
             snapshot=snapshot,
         )
+
+    def _has_missed(self, previous: Incarnation, now: float) -> bool:
+        """Whether data was leased again that only this incarnation's own term knew it to have.
+
+        So it is once a later term has committed rounds, or the time of claims is over in this one.
+        """
+        state = self.state
+        if previous.term >= state.term:
+            return False
+        return previous.term < state.committed_term or now >= state.claims_until

@@ -219,6 +219,7 @@ class DataLeases:
         claims: Sequence[DataLease],
         *,
         may_claim: bool,
+        has_missed: bool = False,
         snapshot: str = "",
     ) -> str | None:
         """Why a process that joins again has lost the leases it claims; None where it has not.
@@ -229,6 +230,8 @@ class DataLeases:
             current: newest incarnation known of this id; None where it is unknown.
             claims: the leases; all that are not known to be merged, and the one in use.
             may_claim: True while leases that were handed out after the last record are claimed.
+            has_missed: True where what it got after the last record of its term may have gone to
+                another one, and be merged.
             snapshot: the snapshot whose part the process goes on from; empty where from none.
         """
         if not claims:
@@ -249,7 +252,7 @@ class DataLeases:
             if known is not None and known.lease.where != claim.where:
                 return f"lease {claim.lease_id} is of another range"
             if known is None:
-                why = self._why_not(others, claim, may_claim)
+                why = self._why_not(others, claim, may_claim, has_missed)
                 if why is not None:
                     return why
         return None
@@ -263,15 +266,20 @@ class DataLeases:
             for x in holder.leases.values()
         )
 
-    def _why_not(self, rests: Sequence[DataRange], claim: DataLease, may_claim: bool) -> str | None:
+    def _why_not(
+        self, rests: Sequence[DataRange], claim: DataLease, may_claim: bool, has_missed: bool
+    ) -> str | None:
         """Why a lease that the book does not have cannot be claimed; None where it can.
 
-        What is neither free nor on lease is merged: its holder need not know.
+        What is neither free nor on lease is merged: its holder need not know, where none but the
+        holder can have had it.
         """
         first, last = overlapping(rests, claim.where)
         if first < last:
             return f"another learner has a part of lease {claim.lease_id}"
         free = self._free.common(claim.where)
+        if has_missed and free != [claim.where]:
+            return f"lease {claim.lease_id} may have been handed out again, and merged"
         if not free:
             return None
         ahead = claim.lease_id - self._next_lease_id

@@ -30,7 +30,7 @@ from synchronizer_server.core.events import (
 )
 from synchronizer_server.core.lineage import Place
 from synchronizer_server.core.records import ContributionRecord
-from synchronizer_server.core.roster import Learner
+from synchronizer_server.core.roster import MOST_TOKENS, Learner
 from synchronizer_server.core.rounds import Pending, Round, RoundState
 from synchronizer_server.core.state import CoreState
 from synchronizer_server.core.weights import contribution_weight
@@ -240,7 +240,7 @@ class PushDesk:
         )
         learner.observe_transfer(now - pending.asked_at)
         learner.num_accepted += 1
-        learner.num_tokens_merged += header.num_tokens
+        learner.num_tokens_merged = min(learner.num_tokens_merged + header.num_tokens, MOST_TOKENS)
         learner.merged_steps[key.fragment] = header.local_step
         self.state.scale.observe(key.fragment, key.learner_id, norm, header.num_steps)
         self.state.quarantine.accepted(key.learner_id)

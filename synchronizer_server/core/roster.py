@@ -24,6 +24,10 @@ _RATE_SMOOTHING: Final = 0.2
 _FEWEST_TO_COMPARE: Final = 3
 _FASTEST: Final = 32.0
 
+MOST_TOKENS: Final = 2**53
+"""Tokens of one learner, reported or merged, are counted up to here: who reports absurd numbers
+must not bring a sum into a record that no record can hold."""
+
 
 class LearnerState(StrEnum):
     """Where a learner stands."""
@@ -306,7 +310,7 @@ class Roster:
         learner.reported_at = now
         learner.stepped = True
         learner.local_step = event.local_step
-        learner.num_tokens += event.num_tokens
+        learner.num_tokens = min(learner.num_tokens + event.num_tokens, MOST_TOKENS)
         learner.most_tokens_per_step = max(
             learner.most_tokens_per_step, event.num_tokens / event.num_steps
         )

@@ -106,6 +106,7 @@ class CoreState:
         data: the book of data leases; None where shards are fixed.
         claims_until: until then leases of before the start are claimed, and none is handed out.
         claimants: who may have something to claim and is not back; None where that is not known.
+        committed_term: highest term that had committed a round at the start.
         effects: what the event under way leads to, in order.
     """
 
@@ -140,6 +141,7 @@ class CoreState:
     data: DataLeases | None = None
     claims_until: float = 0.0
     claimants: set[str] | None = None
+    committed_term: int = 0
     effects: list[Effect] = field(default_factory=list)
 
     @property
@@ -199,6 +201,7 @@ def new_state(
         )
     if restored is not None:
         state.claimants = _claimants(restored, settings)
+        state.committed_term = max((version.term for version in restored.versions), default=0)
         state.claims_until = now + _claims_s(restored, settings)
         state.quorum = restored.quorum
         state.last_opened = state.committed = restored.global_step

@@ -233,6 +233,39 @@ def test_without_a_membership_nobody_knows_who_may_have_data_and_it_is_waited_fo
     assert held_for(again) == []
 
 
+@pytest.mark.parametrize("takes_over_again", [False, True], ids=["later", "a term later"])
+def test_who_was_away_while_others_had_what_it_got_after_the_last_record_has_lost_it(
+    takes_over_again,
+):
+    """Nobody but the leader that died knew of its lease: it is merged by now, by another one."""
+    s = leased()
+    s.up("a", "b")
+    s.seed("b")
+    before = restored(s, ages_s={"a": 1.0, "b": 1.0})
+    claims = (lease(s, "a"),)
+    again = Script(s.settings, restored=before, term=2)
+    again.up("b")
+    for _ in range(2):
+        again.advance(TIMEOUT_S / 2)
+        again.heard("b")
+    held = lease(again, "b")
+    assert held.where == claims[0].where
+    again.auto = set(ACTIONS)
+    for _ in range(20):
+        trained(again, "b", held, held.where.stop)
+        again.advance(0.2)
+    assert again.core.state.data.record.num_merged == 10
+    lives = {"a": s.lives["a"], "b": again.lives["b"]}
+    if takes_over_again:
+        versions = tuple(again.core.state.lineage.current(x) for x in range(again.P))
+        later = restored(again, incarnations=lives, versions=versions, ages_s={"b": 1.0})
+        again = Script(s.settings, restored=later, term=3)
+    why = again.core.lease_refusal("a", s.lives["a"], claims, again.now)
+    assert "handed out again" in (why or "")
+    own = again.core.lease_refusal("b", lives["b"], (held,), again.now)
+    assert own is None, "it merged it itself, and need not know"
+
+
 @pytest.mark.parametrize("just", [True, False], ids=["just", "since"])
 def test_who_is_in_a_snapshot_has_as_long_as_at_the_start_of_a_run_and_no_longer(just):
     s = with_a_lease()
