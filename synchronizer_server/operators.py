@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 from google.protobuf.message import Message
 
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.settings import quorum_above_learners
 from decoupled_diloco.v1 import admin_pb2 as pb
 from decoupled_diloco.wire import version_to
 from synchronizer_server.convert import check_id, one_line
@@ -40,7 +41,8 @@ class OperatorDesk:
         """Sets the minimum quorum.
 
         Raises:
-            UsageError: CONFIG_INVALID for a quorum that cannot be.
+            UsageError: CONFIG_INVALID for a quorum that cannot be, QUORUM_ABOVE_LEARNERS for one
+                that the planned learners cannot meet where nobody else may join.
         """
         return await self._once("quorum", request.request_id, lambda: self._set_quorum(request))
 
@@ -90,6 +92,10 @@ class OperatorDesk:
             raise UsageError(
                 Reason.CONFIG_INVALID, f"quorum is {quorum}; between 1 and {MAX_QUORUM}"
             )
+        settings = engine.parts.settings
+        if settings.data_mode == "shards" and quorum > settings.num_learners:
+            # Each planned learner has a shard; nobody else can ever join.
+            raise quorum_above_learners(quorum, settings.num_learners)
         try:
             await engine.parts.membership.set_quorum(quorum, engine.core.state.term)
         except DilocoError as error:

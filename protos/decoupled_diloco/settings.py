@@ -137,11 +137,7 @@ class RunSettings:
                 f"run_id is {self.run_id!r}; give a name without spaces, slashes, colons or braces",
             )
         if self.quorum > self.num_learners:
-            raise UsageError(
-                Reason.QUORUM_ABOVE_LEARNERS,
-                f"quorum is {self.quorum} but only {self.num_learners} learners are planned: no "
-                "round could ever be merged; lower the quorum or plan more learners",
-            )
+            raise quorum_above_learners(self.quorum, self.num_learners)
         if self.num_fragments <= self.overlap:
             raise UsageError(
                 Reason.CONFIG_CONFLICT,
@@ -192,6 +188,15 @@ class RunSettings:
                 raise UsageError(
                     Reason.CONFIG_INVALID, f"{name} is {number}; between {low_f} and {high_f}"
                 )
+
+
+def quorum_above_learners(quorum: int, num_learners: int) -> UsageError:
+    """The refusal of a quorum that the planned learners can never meet."""
+    return UsageError(
+        Reason.QUORUM_ABOVE_LEARNERS,
+        f"quorum is {quorum} but only {num_learners} learners are planned: no "
+        "round could ever be merged; lower the quorum or plan more learners",
+    )
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -178,9 +178,12 @@ class Waits:
                 for x in sorted(self.state.roster, key=lambda x: x.learner_id)
                 if not x.live and x.learner_id not in round_.accepted
             ]
+            num_never = self.state.quorum - sum(1 for _ in self.state.roster)
+            if num_never > 0:
+                out.append(f"{num_never} more that never joined")
             left_out = [x.learner_id for x in self.state.roster.live() if x.quarantine]
-            if out or not left_out:
-                parts.append("not live: " + (", ".join(out) or "learners that never joined"))
+            if out:
+                parts.append("not live: " + ", ".join(out))
             if left_out:
                 parts.append("in quarantine: " + ", ".join(left_out))
         return "; ".join(parts)

@@ -74,6 +74,21 @@ async def test_a_quorum_that_cannot_be_is_refused(quorum: int) -> None:
         assert (await set_quorum(fleet, 1, "q")).quorum == 1, "a refusal is no answer to keep"
 
 
+async def test_a_quorum_above_the_planned_learners_is_refused_where_nobody_else_may_join() -> None:
+    async with serving(settings=make_settings(num_learners=3)) as fleet:
+        error = await refusal(set_quorum(fleet, 4))
+        assert error.reason is Reason.QUORUM_ABOVE_LEARNERS
+        assert "quorum is 4 but only 3 learners are planned" in error.message
+        assert (await fleet.status()).quorum == 1
+        assert (await set_quorum(fleet, 3, "all")).quorum == 3
+    leased = make_settings(num_learners=3, data_mode="leases", grace=False)
+    async with serving(settings=leased) as fleet:
+        await fleet.seeded("a")
+        assert (await set_quorum(fleet, 4)).quorum == 4, "more may join"
+        (wait,) = [x for x in (await fleet.status()).waits if x.reason == "quorum"]
+        assert "not live: 3 more that never joined" in wait.detail
+
+
 @pytest.mark.parametrize("kept", [True, False])
 async def test_the_quorum_outlives_a_restart_in_the_membership_or_in_the_record(
     kept: bool,
