@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -24,8 +24,12 @@ from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.v1 import admin_pb2, admin_pb2_grpc
 from diloco_fleet.run_files import RUNS_FOLDER, RunFiles, find_run, read_fleet
 from diloco_fleet.status import StatusClient, who_leads
+from diloco_fleet.view import wait_text
 
 _DEADLINE_S: Final = 5.0
+_SHORTEST_DEADLINE_S: Final = 1.0
+_NEWS_S: Final = 1.0
+"""What waits for less is the ordinary course of a round."""
 
 M = TypeVar("M")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -141,49 +145,51 @@ class OperatorClient:
         request = admin_pb2.RollBackFragmentRequest(
             request_id=uuid.uuid4().hex, fragment=fragment, reason=reason
         )
-        give_up_at = time.monotonic() + timeout_s
-        told = False
+        waiting = Patience(
+            self, timeout_s, say, f"waiting for the next round of fragment {fragment}"
+        )
         while True:
             try:
-                return self._ask(self._stub.RollBackFragment, request)
+                return self._ask(self._stub.RollBackFragment, request, waiting.deadline_s())
             except _NotYetError:
-                if time.monotonic() >= give_up_at:
-                    raise DilocoError(
-                        Reason.UNAVAILABLE,
-                        f"no round of fragment {fragment} was published within {timeout_s:g} s; "
-                        "it is put back with its next round all the same: see `diloco status`",
-                    ) from None
-                if not told:
-                    say(f"waiting for the next round of fragment {fragment}")
-                told = True
+                waiting.go_on(
+                    f"no round of fragment {fragment} was published within {timeout_s:g} s; "
+                    "it is put back with its next round all the same: see `diloco status`"
+                )
 
-    def take_snapshot(self, *, say: Callable[[str], None]) -> str:
+    def take_snapshot(self, *, timeout_s: float, say: Callable[[str], None]) -> str:
         """Takes a snapshot of the whole fleet; returns its name once it has begun.
 
         Args:
+            timeout_s: longest wait for the round that becomes the cut.
             say: takes a line about what is waited for.
 
         Raises:
-            DilocoError: what the synchronizer says.
+            DilocoError: what the synchronizer says; UNAVAILABLE where the wait was too long: the
+                snapshot is taken all the same once its round comes.
         """
         request = admin_pb2.TakeSnapshotRequest(request_id=uuid.uuid4().hex)
-        told = False
+        waiting = Patience(
+            self, timeout_s, say, "waiting for the next round, which becomes the cut"
+        )
         while True:
             try:
-                return str(self._ask(self._stub.TakeSnapshot, request).snapshot_id)
+                answer = self._ask(self._stub.TakeSnapshot, request, waiting.deadline_s())
+                return str(answer.snapshot_id)
             except _NotYetError:
-                if not told:
-                    say("waiting for the next round, which becomes the cut; see `diloco status`")
-                told = True
+                waiting.go_on(
+                    f"no round was committed within {timeout_s:g} s; the next one becomes the cut "
+                    "all the same: see `diloco status`"
+                )
 
-    def _ask(self, call: Callable[..., M], request: object) -> M:
+    def _ask(self, call: Callable[..., M], request: object, deadline_s: float = _DEADLINE_S) -> M:
         try:
-            return call(request, timeout=_DEADLINE_S)
+            return call(request, timeout=deadline_s)
         except grpc.RpcError as error:
             # The errors of a channel are calls, too, which the types cannot say.
             code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise _NotYetError(self._address) from error
+                raise _NotYetError(self._address, deadline_s) from error
             told = error_from_rpc(error)  # type: ignore[arg-type]
             if "status" not in told.details:
                 raise told from error
@@ -193,6 +199,70 @@ class OperatorClient:
                 "that the fleet is running",
                 address=self._address,
             ) from error
+
+
+class Patience:
+    """The wait of one command: what the fleet waits for meanwhile, and when it is too long.
+
+    Args:
+        client: asks what waits.
+        timeout_s: when to give up, from now, seconds.
+        say: takes a line about what is waited for.
+        first: the line that is said first.
+        subject: how the waits that matter begin; empty for all of them.
+    """
+
+    def __init__(
+        self,
+        client: OperatorClient,
+        timeout_s: float,
+        say: Callable[[str], None],
+        first: str,
+        *,
+        subject: str = "",
+    ) -> None:
+        self._client = client
+        self._give_up_at = time.monotonic() + timeout_s
+        self._say = say
+        self._first = first
+        self._subject = subject
+        self._said: frozenset[tuple[str, str, str]] = frozenset()
+        self._reasons = ""
+
+    def deadline_s(self) -> float:
+        """How long one answer may take: no longer than what is left."""
+        left_s = self._give_up_at - time.monotonic()
+        return min(max(left_s, _SHORTEST_DEADLINE_S), _DEADLINE_S)
+
+    def go_on(self, too_late: str, status: admin_pb2.GetStatusResponse | None = None) -> None:
+        """Says what is waited for, where that has changed.
+
+        Args:
+            too_late: what it means that the time is over.
+            status: of just now; asked for where it is not given.
+
+        Raises:
+            DilocoError: UNAVAILABLE where the time is over, or nobody answers any more.
+        """
+        if self._first:
+            self._say(self._first)
+            self._first = ""
+        with suppress(_NotYetError):
+            self._look(status or self._client.status())
+        if time.monotonic() >= self._give_up_at:
+            why = f" ({self._reasons})" if self._reasons else ""
+            raise DilocoError(Reason.UNAVAILABLE, too_late + why)
+
+    def _look(self, status: admin_pb2.GetStatusResponse) -> None:
+        waits = [
+            x for x in status.waits
+            if x.seconds >= _NEWS_S and x.subject.startswith(self._subject)
+        ]  # fmt: skip
+        self._reasons = "; ".join(map(wait_text, waits))
+        keys = frozenset((x.subject, x.reason, x.detail) for x in waits)
+        if keys - self._said:
+            self._say(self._reasons)
+        self._said = keys
 
 
 def _leader_of(address: str, *, insecure: bool) -> Address:
@@ -218,8 +288,8 @@ def _leader_of(address: str, *, insecure: bool) -> Address:
 class _NotYetError(DilocoError):
     """The synchronizer is there and has not answered in time."""
 
-    def __init__(self, address: object) -> None:
+    def __init__(self, address: object, deadline_s: float) -> None:
         super().__init__(
             Reason.UNAVAILABLE,
-            f"the synchronizer at {address} does not answer within {_DEADLINE_S:g} s; try again",
+            f"the synchronizer at {address} does not answer within {deadline_s:g} s; try again",
         )

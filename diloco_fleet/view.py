@@ -245,7 +245,7 @@ def _round_lines(status: admin_pb2.GetStatusResponse) -> list[str]:
         f"{x.learner_id} is left out: {x.quarantine}" for x in status.learners if x.quarantine
     ]
     lines += _snapshot_lines(status.snapshot)
-    lines += [_wait_text(wait) for wait in status.waits]
+    lines += [wait_text(wait) for wait in status.waits]
     return lines
 
 
@@ -270,7 +270,8 @@ def _totals(totals: admin_pb2.Totals) -> list[str]:
     ]
 
 
-def _wait_text(wait: admin_pb2.Wait) -> str:
+def wait_text(wait: admin_pb2.Wait) -> str:
+    """Returns what waits, for how long and for what, in words."""
     detail = f": {wait.detail}" if wait.detail else ""
     return f"{wait.subject} has waited {duration(wait.seconds)}, {wait.reason}{detail}"
 
@@ -312,7 +313,7 @@ def plain_line(scene: Scene) -> str:
     parts += leadership_lines(scene.synchronizers)[:1]
     if scene.missed:
         parts.append(f"synchronizer away {duration(scene.away_s)}")
-    parts += [_wait_text(wait) for wait in status.waits if wait.seconds >= 1.0]
+    parts += [wait_text(wait) for wait in status.waits if wait.seconds >= 1.0]
     return " | ".join(parts)
 
 

@@ -33,7 +33,7 @@ SURFACE = {
         --replication --device --recover --data-mode
         --evaluate-every --port --name --run-dir --resume --snapshot --log-format""",
     "status": "--run-dir --address --json --watch --insecure",
-    "snapshot": "--wait --run-dir --address --insecure",
+    "snapshot": "--wait --timeout --run-dir --address --insecure",
     "quorum": "--run-dir --address --insecure",
     "drain": "--reason --run-dir --address --insecure",
     "rollback": "--reason --timeout --run-dir --address --insecure",

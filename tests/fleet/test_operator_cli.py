@@ -37,6 +37,9 @@ def refuse(context: grpc.ServicerContext, error: DilocoError) -> None:
     context.abort_with_status(to_status(error))
 
 
+VERSION = types_pb2.Version(term=2, global_step=17, digest=b"\xab" * 32)
+
+
 class Admin(admin_pb2_grpc.AdminServiceServicer):
     """A fleet of two live learners, one of them left out."""
 
@@ -45,6 +48,8 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         self.quorum = 1
         self.asked: list[Any] = []
         self.slow = 0
+        self.waits: list[list[pb.Wait]] = []
+        self.snapshots: list[pb.SnapshotStatus] = []
 
     def GetStatus(self, request: Any, context: Any) -> pb.GetStatusResponse:  # noqa: N802
         learners = [
@@ -53,7 +58,11 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
             pb.LearnerStatus(learner_id="c", state="live", quarantine="NON_FINITE"),
             pb.LearnerStatus(learner_id="d", state="gone"),
         ]
-        return pb.GetStatusResponse(role=self.role, quorum=self.quorum, learners=learners)
+        return pb.GetStatusResponse(
+            role=self.role, quorum=self.quorum, learners=learners,
+            waits=self.waits.pop(0) if self.waits else (),
+            snapshot=self.snapshots.pop(0) if self.snapshots else None,
+        )  # fmt: skip
 
     def SetQuorum(self, request: Any, context: Any) -> pb.SetQuorumResponse:  # noqa: N802
         self.asked.append(request)
@@ -75,8 +84,23 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         if self.slow:
             self.slow -= 1
             context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "")
-        version = types_pb2.Version(term=2, global_step=17, digest=b"\xab" * 32)
-        return pb.RollBackFragmentResponse(version=version)
+        return pb.RollBackFragmentResponse(version=VERSION)
+
+    def TakeSnapshot(self, request: Any, context: Any) -> pb.TakeSnapshotResponse:  # noqa: N802
+        self.asked.append(request)
+        if self.slow:
+            self.slow -= 1
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "")
+        return pb.TakeSnapshotResponse(snapshot_id="2.17")
+
+
+def waits_for(*missing: str) -> list[pb.Wait]:
+    """What a fleet says that waits for its quorum, and what it says of a healthy round."""
+    detail = f"not live: {', '.join(missing)}"
+    return [
+        pb.Wait(subject="round 17", reason="quorum", detail=detail, seconds=12.0),
+        pb.Wait(subject="round 18", reason="pulling", detail="for a", seconds=0.2),
+    ]
 
 
 @contextmanager
@@ -178,6 +202,55 @@ def test_a_fragment_is_put_back_and_waited_for(admin: tuple[Admin, str]) -> None
     ]
     assert {x.request_id for x in servicer.asked} == {servicer.asked[0].request_id}
     assert len(servicer.asked) == 3, "one order, asked for three times"
+
+
+def test_what_the_fleet_waits_for_is_said_when_it_changes(admin: tuple[Admin, str]) -> None:
+    servicer, address = admin
+    servicer.slow = 3
+    servicer.waits = [waits_for("c", "d"), waits_for("c", "d"), waits_for("d")]
+    done = diloco("rollback", "3", "--reason", "it went bad", "--address", address)
+    assert done.output.splitlines()[:-1] == [
+        "waiting for the next round of fragment 3",
+        "round 17 has waited 12 s, quorum: not live: c, d",
+        "round 17 has waited 12 s, quorum: not live: d",
+    ]
+    servicer.slow = 1
+    servicer.waits = [waits_for("d")]
+    done = diloco("snapshot", "--no-wait", "--address", address)
+    assert (done.exit_code, done.stdout) == (0, "snapshot 2.17 has begun\n")
+    assert done.stderr.splitlines() == [
+        "waiting for the next round, which becomes the cut",
+        "round 17 has waited 12 s, quorum: not live: d",
+    ]
+
+
+def test_a_snapshot_without_a_round_is_given_up_with_the_reason(admin: tuple[Admin, str]) -> None:
+    servicer, address = admin
+    servicer.slow = 9
+    servicer.waits = [waits_for("d")]
+    late = diloco("snapshot", "--timeout", "0", "--address", address)
+    assert late.exit_code == 75
+    told = late.stderr.splitlines()[-1]
+    assert told.startswith("error: UNAVAILABLE: no round was committed within 0 s; the next one")
+    assert told.endswith("(round 17 has waited 12 s, quorum: not live: d)")
+
+
+def test_whose_part_of_a_snapshot_is_awaited_is_said_and_not_for_ever(
+    admin: tuple[Admin, str],
+) -> None:
+    servicer, address = admin
+    part = pb.Wait(subject="snapshot 17", reason="snapshot", detail="for b", seconds=3.0)
+    over = pb.SnapshotStatus(last="2.17", complete="2.17", participants=["a", "b"])
+    servicer.snapshots = [pb.SnapshotStatus(pending="2.17"), over]
+    servicer.waits = [[*waits_for("d"), part]]
+    done = diloco("snapshot", "--address", address)
+    assert done.stdout == "snapshot 2.17 is complete, of a, b\n"
+    assert done.stderr.splitlines()[-1] == "snapshot 17 has waited 3 s, snapshot: for b"
+    servicer.snapshots = [pb.SnapshotStatus(pending="2.17")]
+    servicer.waits = [[part]]
+    late = diloco("snapshot", "--timeout", "0", "--address", address)
+    assert late.exit_code == 75
+    assert "snapshot 2.17 is not complete within 0 s; it goes on all the same" in late.stderr
 
 
 def test_what_cannot_be_put_back_says_why(admin: tuple[Admin, str]) -> None:
