@@ -20,7 +20,7 @@ from decoupled_diloco.channel import (
     parse_address,
     require_secure,
 )
-from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.errors import EXIT_USAGE, DilocoError, Reason, UsageError
 from decoupled_diloco.v1 import admin_pb2, admin_pb2_grpc
 from diloco_fleet.run_files import RUNS_FOLDER, RunFiles, find_run, read_fleet
 from diloco_fleet.status import StatusClient, who_leads
@@ -30,6 +30,7 @@ _DEADLINE_S: Final = 5.0
 _SHORTEST_DEADLINE_S: Final = 1.0
 _NEWS_S: Final = 1.0
 """What waits for less is the ordinary course of a round."""
+_NO_SUCH: Final = frozenset({Reason.UNKNOWN_LEARNER, Reason.UNKNOWN_FRAGMENT})
 
 M = TypeVar("M")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -191,6 +192,8 @@ class OperatorClient:
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise _NotYetError(self._address, deadline_s) from error
             told = error_from_rpc(error)  # type: ignore[arg-type]
+            if told.reason in _NO_SUCH:
+                raise _NoSuchError(told.reason, told.message) from error
             if "status" not in told.details:
                 raise told from error
             raise DilocoError(
@@ -283,6 +286,14 @@ def _leader_of(address: str, *, insecure: bool) -> Address:
             address=address,
         )
     return parse_address(leading.address)
+
+
+class _NoSuchError(UsageError):
+    """An operator named what is not there: trying again cannot help."""
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_USAGE
 
 
 class _NotYetError(DilocoError):

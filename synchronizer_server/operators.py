@@ -50,7 +50,8 @@ class OperatorDesk:
         """Asks a learner to finish its step and leave.
 
         Raises:
-            DilocoError: UNKNOWN_LEARNER for one that is not connected.
+            DilocoError: UNKNOWN_LEARNER for one that never joined, UNAVAILABLE for one that is not
+                connected.
         """
         return await self._once("drain", request.request_id, lambda: self._drain(request))
 
@@ -129,8 +130,9 @@ class OperatorDesk:
             )
         if stream is None or stream.closed:
             raise DilocoError(
-                Reason.UNKNOWN_LEARNER,
-                f"{learner_id} is not connected ({learner.state}), so it cannot be asked to leave",
+                Reason.UNAVAILABLE,
+                f"{learner_id} is not connected ({learner.state}), so it cannot be asked to leave; "
+                "try again once it is back",
             )
         reason = one_line(request.reason) or "an operator asked for it"
         engine.handle(ev.LearnerDrained(learner_id=learner_id, reason=reason))

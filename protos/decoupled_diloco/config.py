@@ -293,7 +293,7 @@ def cli_errors(main: Callable[P, object]) -> Callable[P, NoReturn]:
 
     The entry point calls its click command with ``standalone_mode=False``. An int that it returns
     is the exit code, anything else means 0. A fault of ours prints ``error: REASON: message`` on
-    stderr and exits with the catalogue's code; a mistake in the arguments exits with 64; what
+    stderr and exits with its code; a mistake in the arguments exits with 64; what
     nobody expected is logged with its traceback and exits with 70.
     """
 
@@ -302,7 +302,7 @@ def cli_errors(main: Callable[P, object]) -> Callable[P, NoReturn]:
         try:
             result = main(*args, **kwargs)
         except DilocoError as error:
-            _fail(error.reason, error.message)
+            _fail(error.reason, error.message, exit_code=error.exit_code)
         except click.exceptions.Exit as stop:
             sys.exit(stop.exit_code)
         except click.exceptions.NoArgsIsHelpError as error:

@@ -217,6 +217,11 @@ class DilocoError(Exception):
         """The catalogue's entry for this reason."""
         return CATALOGUE[self.reason]
 
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a process that ends for this error."""
+        return self.entry.exit_code
+
 
 class UsageError(DilocoError, ValueError):
     """The user's mistake: settings, data, files or arguments that cannot be right."""

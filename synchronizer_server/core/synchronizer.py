@@ -129,7 +129,9 @@ class SynchronizerCore:
             return Reason.STARTING, "the run has no parameters yet; nothing can be put back"
         if not 0 <= fragment < state.num_fragments:
             last = state.num_fragments - 1
-            return Reason.UNKNOWN_FRAGMENT, f"fragment {fragment} of 0 to {last}"
+            return Reason.UNKNOWN_FRAGMENT, (
+                f"there is no fragment {fragment}; fragments are 0 to {last}"
+            )
         if state.draining or state.complete:
             return Reason.DRAINING, "no round opens any more, so no fragment can be put back"
         if state.lineage.before(fragment) is None:

@@ -79,6 +79,8 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         self, request: Any, context: Any
     ) -> pb.RollBackFragmentResponse:
         self.asked.append(request)
+        if request.fragment == 99:
+            refuse(context, DilocoError(Reason.UNKNOWN_FRAGMENT, "there is no fragment 99"))
         if request.fragment == 9:
             refuse(context, DilocoError(Reason.STALE_BASE, "nothing older is retained"))
         if self.slow:
@@ -188,7 +190,7 @@ def test_a_learner_is_asked_to_leave(admin: tuple[Admin, str]) -> None:
     assert (servicer.asked[0].learner_id, servicer.asked[0].reason) == ("a", "new disk")
     gone = diloco("drain", "z", "--address", address)
     assert gone.stderr == "error: UNKNOWN_LEARNER: no learner 'z'; learners are a\n"
-    assert gone.exit_code == 75
+    assert gone.exit_code == 64, "a name that nobody has stays wrong, however often it is tried"
 
 
 def test_a_fragment_is_put_back_and_waited_for(admin: tuple[Admin, str]) -> None:
@@ -257,6 +259,9 @@ def test_what_cannot_be_put_back_says_why(admin: tuple[Admin, str]) -> None:
     servicer, address = admin
     refused = diloco("rollback", "9", "--reason", "x", "--address", address)
     assert refused.stderr == "error: STALE_BASE: nothing older is retained\n"
+    unknown = diloco("rollback", "99", "--reason", "x", "--address", address)
+    assert unknown.stderr == "error: UNKNOWN_FRAGMENT: there is no fragment 99\n"
+    assert unknown.exit_code == 64, "the number is wrong, and no fault of ours"
     assert "--reason" in diloco("rollback", "3", "--address", address).stderr
     assert "--reason is empty" in diloco("rollback", "3", "--reason", " ").stderr
     servicer.slow = 9
