@@ -117,8 +117,8 @@ class OperatorClient:
         request = admin_pb2.SetQuorumRequest(request_id=uuid.uuid4().hex, quorum=quorum)
         return int(self._ask(self._stub.SetQuorum, request).quorum)
 
-    def drain(self, learner_id: str, reason: str) -> None:
-        """Asks a learner to finish its step and leave.
+    def drain(self, learner_id: str, reason: str) -> bool:
+        """Asks a learner to finish its step and leave; returns False where it is drained already.
 
         Raises:
             DilocoError: what the synchronizer says.
@@ -126,7 +126,7 @@ class OperatorClient:
         request = admin_pb2.DrainLearnerRequest(
             request_id=uuid.uuid4().hex, learner_id=learner_id, reason=reason
         )
-        self._ask(self._stub.DrainLearner, request)
+        return not self._ask(self._stub.DrainLearner, request).already_drained
 
     def roll_back(
         self, fragment: int, reason: str, *, timeout_s: float, say: Callable[[str], None]

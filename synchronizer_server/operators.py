@@ -16,6 +16,7 @@ from decoupled_diloco.v1 import admin_pb2 as pb
 from decoupled_diloco.wire import version_to
 from synchronizer_server.convert import check_id, one_line
 from synchronizer_server.core import events as ev
+from synchronizer_server.core.roster import LearnerState
 from synchronizer_server.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class OperatorDesk:
         return await self._once("quorum", request.request_id, lambda: self._set_quorum(request))
 
     async def drain_learner(self, request: pb.DrainLearnerRequest) -> pb.DrainLearnerResponse:
-        """Asks a learner to finish its step and leave.
+        """Asks a learner to finish its step and leave; one that is drained has done so.
 
         Raises:
             DilocoError: UNKNOWN_LEARNER for one that never joined, UNAVAILABLE for one that is not
@@ -128,6 +129,8 @@ class OperatorDesk:
             raise DilocoError(
                 Reason.UNKNOWN_LEARNER, f"no learner {learner_id[:40]!r}; learners are {names}"
             )
+        if learner.state is LearnerState.DRAINED:
+            return pb.DrainLearnerResponse(already_drained=True)
         if stream is None or stream.closed:
             raise DilocoError(
                 Reason.UNAVAILABLE,

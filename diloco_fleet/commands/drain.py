@@ -23,5 +23,6 @@ def command(
     is started anew, as by `diloco run --resume`.
     """
     with OperatorClient(fleet_address(run_dir, address), insecure=insecure) as client:
-        client.drain(learner, reason)
-    click.echo(f"{learner} was asked to finish its step and leave")
+        is_asked = client.drain(learner, reason)
+    told = "was asked to finish its step and leave" if is_asked else "is drained already"
+    click.echo(f"{learner} {told}")

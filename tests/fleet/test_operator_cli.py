@@ -71,6 +71,8 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
 
     def DrainLearner(self, request: Any, context: Any) -> pb.DrainLearnerResponse:  # noqa: N802
         self.asked.append(request)
+        if request.learner_id == "e":
+            return pb.DrainLearnerResponse(already_drained=True)
         if request.learner_id != "a":
             refuse(context, DilocoError(Reason.UNKNOWN_LEARNER, "no learner 'z'; learners are a"))
         return pb.DrainLearnerResponse()
@@ -188,6 +190,8 @@ def test_a_learner_is_asked_to_leave(admin: tuple[Admin, str]) -> None:
     done = diloco("drain", "a", "--reason", "new disk", "--address", address)
     assert (done.exit_code, done.output) == (0, "a was asked to finish its step and leave\n")
     assert (servicer.asked[0].learner_id, servicer.asked[0].reason) == ("a", "new disk")
+    again = diloco("drain", "e", "--address", address)
+    assert (again.exit_code, again.output) == (0, "e is drained already\n")
     gone = diloco("drain", "z", "--address", address)
     assert gone.stderr == "error: UNKNOWN_LEARNER: no learner 'z'; learners are a\n"
     assert gone.exit_code == 64, "a name that nobody has stays wrong, however often it is tried"

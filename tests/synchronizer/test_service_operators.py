@@ -135,12 +135,15 @@ async def test_a_learner_that_was_drained_is_so_for_the_next_synchronizer_too() 
         goodbye = synchronizer_pb2.LeaveRequest(learner_id="b", incarnation=b.incarnation)
         await fleet.stub.Leave(goodbye, timeout=PATIENCE_S)
         assert states(await fleet.status()) == {"a": "live", "b": "drained"}
+        assert (await drain(fleet, "b", "again")).already_drained
         await a.turn()
         await fleet.committed_is(1)
     async with serving(settings=settings, store=store) as later:
         assert states(await later.status()) == {"a": "disconnected", "b": "drained"}
+        assert (await drain(later, "b", "again")).already_drained
         await later.learner("b")
         assert states(await later.status())["b"] == "live", "started again, it is let in"
+        assert not (await drain(later, "b", "anew")).already_drained
 
 
 def states(status: pb.GetStatusResponse) -> dict[str, str]:

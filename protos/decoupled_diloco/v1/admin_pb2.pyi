@@ -817,16 +817,21 @@ Global___DrainLearnerRequest: _TypeAlias = DrainLearnerRequest  # noqa: Y015
 
 @_typing.final
 class DrainLearnerResponse(_message.Message):
-    """The learner was asked."""
+    """The learner was asked, or has left on such a word already."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    ALREADY_DRAINED_FIELD_NUMBER: _builtins.int
+    already_drained: _builtins.bool
+    """True where it is drained already."""
     def __init__(
         self,
+        *,
+        already_drained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_drained", b"already_drained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
