@@ -14,15 +14,13 @@ from rich.text import Text
 
 from decoupled_diloco.v1 import admin_pb2
 from diloco_fleet.data_view import data_lines
+from diloco_fleet.learner_table import LearnerTable, natural, size
 from diloco_fleet.metrics import Evaluation
 from diloco_fleet.status import Seen, who_leads
 
-_STATE_STYLES: Final = {
-    "live": "green", "expected": "yellow", "disconnected": "yellow", "gone": "red", "left": "dim",
-    "drained": "dim",
-}  # fmt: skip
 _ETA_WINDOW_S: Final = 60.0
-_UNITS: Final = ("B", "kB", "MB", "GB", "TB")
+_ASKING: Final = ("collecting", "suspended", "grace")
+"""States of a round in which its learners are not all asked yet: it wants as many as the quorum."""
 _RUNNING: Final = ("", "running")
 
 
@@ -107,7 +105,7 @@ def render(scene: Scene) -> RenderableType:
         return Group(_headline(scene), waiting, process_table(scene.processes or {}))
     parts: list[RenderableType] = [_headline(scene), _progress(status, scene.eta_s)]
     parts += [Text(line) for line in leadership_lines(scene.synchronizers)]
-    parts.append(_learners(status, scene.processes or {}))
+    parts.append(LearnerTable(status, scene.processes or {}))
     parts += [Text(line) for line in _round_lines(status)]
     if scene.evaluation is not None:
         parts.append(Text(_evaluation_text(scene.evaluation)))
@@ -162,7 +160,7 @@ def process_table(processes: Mapping[str, tuple[str, int]]) -> Table:
     table.add_column("process", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("restarts", justify="right", no_wrap=True)
-    for name in sorted(processes, key=_natural):
+    for name in sorted(processes, key=natural):
         state, restarts = processes[name]
         table.add_row(name, state, str(restarts))
     return table
@@ -182,44 +180,6 @@ def _progress(status: admin_pb2.GetStatusResponse, eta_s: float | None) -> Rende
     return row
 
 
-def _learners(
-    status: admin_pb2.GetStatusResponse, processes: Mapping[str, tuple[str, int]]
-) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("learner", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    for name in ("step", "loss", "tokens/s", "behind", "up", "down", "merged", "restarts"):
-        table.add_column(name, justify="right", no_wrap=True)
-    known = {learner.learner_id: learner for learner in status.learners}
-    names = [*known, *(n for n in processes if n not in known and n.startswith("learner"))]
-    for name in sorted(names, key=_natural):
-        state, restarts = processes.get(name, ("", 0))
-        learner = known.get(name)
-        if learner is None:
-            table.add_row(name, Text(state or "starting", style="dim"))
-            continue
-        seen = "quarantine" if learner.quarantine else learner.state
-        shown = seen if state in ("", "running", "done", seen) else f"{seen}, {state}"
-        table.add_row(
-            name,
-            Text(shown, style=_STATE_STYLES.get(learner.state, "")),
-            f"{learner.local_step:,}",
-            f"{learner.loss:.3f}" if learner.HasField("loss") else "-",
-            f"{learner.tokens_per_second:,.0f}",
-            str(learner.versions_behind),
-            size(learner.bytes_up),
-            size(learner.bytes_down),
-            _merged(learner),
-            str(restarts) if restarts else "",
-        )
-    return table
-
-
-def _merged(learner: admin_pb2.LearnerStatus) -> str:
-    rest = learner.dropped + learner.refused
-    return f"{learner.accepted} (-{rest})" if rest else str(learner.accepted)
-
-
 def _round_lines(status: admin_pb2.GetStatusResponse) -> list[str]:
     pace = status.pace
     lines = [
@@ -231,11 +191,13 @@ def _round_lines(status: admin_pb2.GetStatusResponse) -> list[str]:
         f"{pace.step_seconds:.3f} s",
     ]
     for entry in status.rounds:
-        asked = len(entry.pending) + len(entry.accepted)
+        wanted = len(entry.pending) + len(entry.accepted)
+        if entry.state in _ASKING:
+            wanted = max(wanted, status.quorum)
         grace = f", grace {entry.grace_seconds:.3f} s" if entry.grace_seconds else ""
         lines.append(
             f"round {entry.global_step} of fragment {entry.fragment}: {entry.state}, "
-            f"{len(entry.accepted)} of {asked} contributions{grace}"
+            f"{len(entry.accepted)} of {wanted} contributions{grace}"
         )
     lines += data_lines(status)
     reasons = [f"{x.learner_id} {x.last_reason}" for x in status.learners if x.last_reason]
@@ -317,16 +279,6 @@ def plain_line(scene: Scene) -> str:
     return " | ".join(parts)
 
 
-def size(num_bytes: int) -> str:
-    """Returns a number of bytes for people, as in ``1.5 MB``."""
-    value = float(num_bytes)
-    for unit in _UNITS:
-        if value < 1000.0 or unit == _UNITS[-1]:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000.0
-    raise AssertionError(unit)
-
-
 def duration(seconds: float) -> str:
     """Returns a time for people, as in ``45 s`` or ``1:02:03``."""
     if seconds < 60.0:
@@ -334,8 +286,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _natural(name: str) -> tuple[str, int]:
-    prefix, _, number = name.rpartition("-")
-    return (prefix, int(number)) if number.isdigit() else (name, -1)

@@ -8,10 +8,11 @@ import pytest
 from rich.console import Console
 
 from decoupled_diloco.v1 import admin_pb2
+from diloco_fleet.learner_table import LearnerTable, size
 from diloco_fleet.metrics import Evaluation
 from diloco_fleet.plain import to_plain
 from diloco_fleet.screen import LineScreen, TableScreen, open_screen
-from diloco_fleet.view import Eta, Scene, duration, plain_line, render, size
+from diloco_fleet.view import Eta, Scene, duration, plain_line, render
 
 
 def status() -> admin_pb2.GetStatusResponse:
@@ -129,6 +130,58 @@ def test_a_narrow_terminal_still_shows_every_number() -> None:
     row = next(line for line in console.export_text().splitlines() if "learner-0 " in line)
     for part in ("live", "1,234", "2.345", "5,000", "1.5 MB", "999 B"):
         assert part in row
+
+
+@pytest.mark.parametrize("width", range(12, 141, 4))
+def test_a_narrow_terminal_drops_columns_and_cuts_no_value(width: int) -> None:
+    seen = status()
+    seen.learners[1].state = "disconnected"
+    seen.learners[2].bytes_down = 456_000_000_000
+    seen.learners[2].accepted, seen.learners[2].dropped = 12_345, 678
+    processes = {"learner-10": ("restarting", 12), "learner-0": ("running", 0)}
+
+    def table(columns: int) -> list[str]:
+        console = Console(width=columns, file=io.StringIO(), record=True)
+        console.print(LearnerTable(seen, processes))
+        return [line.rstrip() for line in console.export_text().splitlines()]
+
+    wide, narrow = table(1000), table(width)
+    assert wide[0].split()[2:] == [
+        "step", "loss", "tokens/s", "behind", "up", "down", "merged", "restarts",
+    ]  # fmt: skip
+    assert "disconnected, restarting" in wide[3]
+    assert not any("…" in line for line in narrow)
+    assert max(map(len, narrow)) <= width
+    words = set(" ".join(wide).split())
+    if width >= 48:
+        assert set(" ".join(narrow).split()) <= words, "a value is there whole or not at all"
+        assert "disconnected, restarting" in narrow[3]
+
+
+def test_who_has_left_is_behind_nothing() -> None:
+    seen = status()
+    for state, shown in (("drained", "-"), ("left", "-"), ("gone", "24")):
+        seen.learners[1].state, seen.learners[1].versions_behind = state, 24
+        row = next(x for x in drawn(scene(status=seen)).splitlines() if x.startswith("learner-10 "))
+        assert row.split()[5] == shown
+
+
+@pytest.mark.parametrize(
+    ("state", "accepted", "pending", "shown"),
+    [
+        ("collecting", [], [], "0 of 3"), ("collecting", ["a", "b"], [], "2 of 3"),
+        ("suspended", ["a"], [], "1 of 3"), ("grace", [], [], "0 of 3"),
+        ("pulling", ["a"], ["b", "c", "d"], "1 of 4"), ("merging", ["a", "b"], [], "2 of 2"),
+    ],
+)  # fmt: skip
+def test_a_round_wants_its_quorum_before_anybody_is_asked(
+    state: str, accepted: list[str], pending: list[str], shown: str
+) -> None:
+    seen = status()
+    seen.quorum = 3
+    del seen.rounds[:]
+    seen.rounds.add(global_step=7, state=state, accepted=accepted, pending=pending)
+    assert f"round 7 of fragment 0: {state}, {shown} contributions" in drawn(scene(status=seen))
 
 
 def test_learners_stand_in_the_order_of_their_numbers_also_before_they_have_joined() -> None:
