@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -204,7 +204,7 @@ def _run(files: RunFiles, resolved: Resolved, plan: Plan) -> int:
             journal=journal,
         )
         if outcome.word != "killed":
-            finish(files, screen)
+            finish(files, screen, outcome.word)
     if outcome.error is not None:
         raise outcome.error
     return outcome.exit_code
@@ -224,7 +224,7 @@ def _supervise(
         screen.say(line)
     journal.record("start", address=plan.address, pid=os.getpid())
     with ExitStack() as stack:
-        stack.enter_context(_stop_signals(supervisor))
+        stack.enter_context(_stop_signals(supervisor.request_stop))
         stack.enter_context(poller)
         stack.enter_context(screen)
         director = Director(
@@ -248,12 +248,12 @@ def is_complete(files: RunFiles, total_global_steps: int) -> bool:
 
 
 @contextmanager
-def _stop_signals(supervisor: Supervisor) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a closed terminal ask the supervisor to stop."""
+def _stop_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a closed terminal call ``stop``."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
-        signal.signal(number, lambda *_: supervisor.request_stop())
+        signal.signal(number, lambda *_: stop())
     try:
         yield
     finally:
@@ -261,14 +261,31 @@ def _stop_signals(supervisor: Supervisor) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def finish(files: RunFiles, screen: Screen) -> None:
-    """Writes the report and shows its figures; a failure here is said and stops nothing."""
+def finish(files: RunFiles, screen: Screen, word: str) -> None:
+    """Writes the report and shows its figures; a failure here is said and stops nothing.
+
+    Args:
+        files: the run directory.
+        screen: takes lines for people.
+        word: how the run ended; who does not wait for the report changes nothing in it.
+    """
     screen.say("writing the report, picture and sample")
     try:
-        report = make_report(files)
+        with _stop_signals(_interrupt):
+            report = make_report(files)
     except DilocoError as error:
         screen.say(f"no report: {error.message}")
+        return
+    except KeyboardInterrupt:
+        screen.say(
+            f"no report: interrupted; the run is {word} all the same, and `diloco report "
+            f"{files.root}` makes the report"
+        )
         return
     for line in summary_lines(report):
         screen.say(line)
     screen.say(f"report, picture and model: {files.root}")
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt

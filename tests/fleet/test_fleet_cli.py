@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -338,9 +339,22 @@ def test_the_run_command_is_the_one_of_the_group() -> None:
 
 def test_the_silent_time_of_the_report_is_announced(somewhere: Path) -> None:
     said: list[str] = []
-    run_module.finish(RunFiles(somewhere), LineScreen(said.append))
+    run_module.finish(RunFiles(somewhere), LineScreen(said.append), "complete")
     assert said[0].endswith(" writing the report, picture and sample")
     assert " no report: " in said[1], "there is no run here"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_who_interrupts_the_report_hears_that_the_run_is_complete(
+    somewhere: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(run_module, "make_report", lambda _: signal.raise_signal(number))
+    before = signal.getsignal(number)
+    run_module.finish(RunFiles(somewhere), LineScreen(said.append), "complete")
+    assert "the run is complete" in said[-1]
+    assert f"`diloco report {somewhere}`" in said[-1]
+    assert signal.getsignal(number) is before
 
 
 @pytest.mark.parametrize(("total", "complete"), [(9, False), (8, True), (0, False)])
