@@ -21,4 +21,4 @@ def command(run: Path) -> None:
     files = existing_run(run)
     for line in summary_lines(make_report(files)):
         click.echo(line)
-    click.echo(f"written: {files.root / 'report.md'}")
+    click.echo(f"written: {files.report}")

@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from decoupled_diloco.config import click_options
-from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.errors import EXIT_OK, DilocoError, Reason, UsageError
 from decoupled_diloco.logs import LOG_FORMATS
 from decoupled_diloco.settings import RunSettings
 from diloco_fleet.director import Director
@@ -22,7 +22,7 @@ from diloco_fleet.fleet_settings import FleetSettings, Resolved, resolve
 from diloco_fleet.going_back import forget_resume, resume_from
 from diloco_fleet.journal import FleetJournal
 from diloco_fleet.local import Bounds, Outcome, Supervisor
-from diloco_fleet.metrics import FLEET, last_round
+from diloco_fleet.metrics import FLEET, last_outcome, last_round
 from diloco_fleet.plan import Plan, make_plan
 from diloco_fleet.prepare import existing_run, new_run, with_corpus, write_run
 from diloco_fleet.process import Restart, RestartPolicy
@@ -128,6 +128,8 @@ def command(
         )
     prepare = _resume if resume else _begin
     with prepare(config, run_dir, flags) as (files, given):
+        if resume and snapshot is None and has_ended(files, given.run.value.total_global_steps):
+            return _nothing_to_resume(files)
         resolved = with_corpus(files, given)
         plan = make_plan(resolved, files, os.environ, log_format=log_format)
         write_run(files, resolved)
@@ -245,6 +247,27 @@ def is_complete(files: RunFiles, total_global_steps: int) -> bool:
     """Whether a synchronizer has committed the last global step."""
     newest = last_round(files.metrics)
     return newest is not None and 0 < total_global_steps <= newest.global_step
+
+
+def has_ended(files: RunFiles, total_global_steps: int) -> bool:
+    """Whether a run is complete and the model of its last global step is there."""
+    return (
+        is_complete(files, total_global_steps)
+        and last_outcome(files.metrics) == "complete"
+        and files.model.is_dir()
+    )
+
+
+def _nothing_to_resume(files: RunFiles) -> int:
+    newest = last_round(files.metrics)
+    assert newest is not None
+    click.echo(
+        f"already complete at global step {newest.global_step}: {files.root}; a higher "
+        "--global-steps goes on, --snapshot goes back"
+    )
+    if not files.report.is_file():
+        finish(files, open_screen(Console(), click.echo), "complete")
+    return EXIT_OK
 
 
 @contextmanager
