@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from decoupled_diloco.v1 import admin_pb2, admin_pb2_grpc, types_pb2
-from diloco_fleet import cli
+from diloco_fleet import cli, reporting
 from diloco_fleet.commands import run as run_module
 from diloco_fleet.run_files import FleetFile, ProcessEntry, RunFiles, hold_run
 from diloco_fleet.screen import LineScreen
@@ -249,8 +249,21 @@ def test_generate_and_report_without_a_run() -> None:
     refused(diloco("generate"), "RUN_NOT_FOUND")
     refused(diloco("generate", "--model", "x"), "RUN_NOT_FOUND", "x")
     refused(diloco("generate", "--model", "x", "--run-dir", "y"), "CONFIG_CONFLICT")
-    refused(diloco("report", "x"), "RUN_NOT_FOUND", "x")
+    refused(diloco("report", "x"), "RUN_NOT_FOUND", "no run in x or runs/x")
     refused(diloco("nonsense"), "CONFIG_INVALID", "nonsense")
+
+
+@pytest.mark.parametrize("run", ["runs/amber", "amber"])
+def test_report_takes_a_run_directory_or_the_id_of_a_run(
+    somewhere: Path, monkeypatch: pytest.MonkeyPatch, run: str
+) -> None:
+    files = RunFiles(somewhere / "runs" / "amber")
+    files.metrics.mkdir(parents=True)
+    files.config.touch()
+    monkeypatch.setattr(reporting, "plot_losses", lambda *_, **__: None)
+    result = diloco("report", run)
+    assert result.exit_code == 0, result.output
+    assert files.report.is_file()
 
 
 def test_version() -> None:
