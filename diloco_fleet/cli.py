@@ -10,6 +10,7 @@ from typing import Final
 import click
 
 from decoupled_diloco.config import cli_errors
+from diloco_fleet.early_look import refuse_resume_of_running
 
 COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -39,6 +40,13 @@ class _Commands(click.Group):
         module = importlib.import_module(f"diloco_fleet.commands.{cmd_name}")
         command: click.Command = module.command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[:1] == ["run"]:
+            refuse_resume_of_running(args[1:])
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         # Click's own asks every command, and so imports them all.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from diloco_fleet.metrics import FLEET, Applied, Round, RunMetrics, Step, is_synchronizer
 
@@ -135,10 +136,15 @@ def lost_rounds(
 
 
 def leader_changes(metrics: RunMetrics) -> tuple[LeaderChange, ...]:
-    """Returns the terms after the first, and for how long each left the fleet without merges."""
+    """Returns the terms after the first, and for how long each left the fleet without merges.
+
+    The first term after a start of the fleet is none: nothing failed and nothing was taken over.
+    """
     sessions = [mark.time for mark in metrics.marks_of(FLEET, "start")]
     changes = []
-    for entry in leaderships(metrics)[1:]:
+    for previous, entry in pairwise(leaderships(metrics)):
+        if any(previous.time < time <= entry.time for time in sessions):
+            continue
         before = [x.time for x in metrics.rounds if x.term < entry.term]
         after = [x.time for x in metrics.rounds if x.term == entry.term]
         since = max(

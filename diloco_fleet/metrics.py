@@ -192,6 +192,15 @@ def last_round(folder: Path) -> Round | None:
     return rounds[-1] if rounds else None
 
 
+def last_outcome(folder: Path) -> str | None:
+    """Returns how the newest session of a fleet ended; None where it runs, or was killed."""
+    marks = parse_metrics({FLEET: _tail(folder / f"{FLEET}.jsonl")}).marks[FLEET]
+    sessions = [mark for mark in marks if mark.kind in {"start", "end"}]
+    if not sessions or sessions[-1].kind == "start":
+        return None
+    return str(sessions[-1].values.get("outcome"))
+
+
 def _tail(path: Path) -> str:
     """The last whole lines of a file; empty where it cannot be read."""
     try:

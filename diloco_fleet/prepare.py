@@ -40,20 +40,22 @@ def new_run(root: Path) -> Iterator[RunFiles]:
         raise
 
 
-def existing_run(root: Path) -> RunFiles:
-    """Returns the run directory of an earlier run.
+def existing_run(*roots: Path) -> RunFiles:
+    """Returns the run directory of an earlier run: the first of some that holds one.
 
     Raises:
-        UsageError: RUN_NOT_FOUND when it holds no run.
+        UsageError: RUN_NOT_FOUND when none does.
     """
-    files = RunFiles(root.resolve())
-    if not files.config.is_file():
-        raise UsageError(
-            Reason.RUN_NOT_FOUND,
-            f"there is no run in {root}: {files.config.name} is missing; name a run directory",
-            path=root,
-        )
-    return files
+    for root in roots:
+        files = RunFiles(root.resolve())
+        if files.config.is_file():
+            return files
+    raise UsageError(
+        Reason.RUN_NOT_FOUND,
+        f"there is no run in {' or '.join(map(str, dict.fromkeys(roots)))}: config.toml is "
+        "missing; name a run directory",
+        path=roots[0],
+    )
 
 
 def with_corpus(files: RunFiles, resolved: Resolved) -> Resolved:

@@ -70,7 +70,9 @@ class Report:
             over the rounds. What a learner fetches when it joins is in it.
         bytes_up: bytes of outer gradients.
         bytes_down: bytes of updates.
-        leader_changes: terms after the first, each with its time without merging.
+        leader_changes: terms after the first, each with its time without merging; not those that
+            begin with a start of the fleet.
+        fleet_starts: how often the fleet was started; 0 where no supervisor wrote it down.
         restarts: processes started again, all together.
         restarts_by_process: the same by process.
         step_overhead: see ``StepOverhead``.
@@ -101,6 +103,7 @@ class Report:
     bytes_up: int
     bytes_down: int
     leader_changes: tuple[LeaderChange, ...]
+    fleet_starts: int
     restarts: int
     restarts_by_process: Mapping[str, int]
     step_overhead: StepOverhead | None
@@ -163,6 +166,7 @@ def compute_report(
         bytes_up=num_bytes[0],
         bytes_down=num_bytes[1],
         leader_changes=leader_changes(metrics),
+        fleet_starts=len(metrics.marks_of(FLEET, "start")),
         restarts=sum(restarts.values()),
         restarts_by_process=restarts,
         step_overhead=step_overhead(metrics.steps),

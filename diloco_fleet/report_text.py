@@ -30,8 +30,9 @@ _DEFINITIONS: Final = f"""\
 - **rounds lost**: rounds that a learner applied and that are not on the final lineage: a version
   named in a learner's metrics is lost when a later term of leadership began at an earlier global
   step, or when what was committed there has another digest.
-- **leader changes**: terms of leadership after the first; each leaves the fleet without merging
-  from the last round before it to its own first.
+- **leader changes**: terms of leadership after the first, without those that begin with a start of
+  the fleet; each leaves the fleet without merging from the last round before it to its own first.
+- **starts of the fleet** (where it was resumed): how often `diloco run` began or went on.
 - **bytes per parameter per sync**: bytes up and down, over parameters per fragment times live
   learners summed over all rounds: what one learner moves per parameter in a full cycle of
   fragments. Bytes down count every watcher, the evaluator too.
@@ -53,7 +54,7 @@ def write_report(files: RunFiles, report: Report) -> None:
     """
     values = json.dumps(_plain(report.to_dict()), indent=2, ensure_ascii=False)
     _write(files.root / "report.json", values + "\n")
-    _write(files.root / "report.md", markdown(report))
+    _write(files.report, markdown(report))
 
 
 def _write(path: Path, text: str) -> None:
@@ -116,6 +117,7 @@ def _figures(report: Report) -> list[tuple[str, str]]:
         ("measured H", _number(report.measured_h, "inner steps")),
         ("bytes per parameter per sync", _number(report.bytes_per_parameter_per_sync)),
         ("leader changes", _changes(report)),
+        *([("starts of the fleet", str(report.fleet_starts))] if report.fleet_starts > 1 else []),
         ("restarts", f"{report.restarts}{_by_process(report.restarts_by_process)}"),
         (
             "step overhead",
@@ -192,7 +194,8 @@ def _leadership(report: Report) -> str:
         f"| {_number(x.without_merging_s, 's')} |"
         for x in report.leader_changes
     ]
-    return "## Leadership\n\nTerms of leadership after the first.\n\n" + "\n".join(rows) + "\n"
+    title = "## Leadership\n\nTerms that followed another one in a running fleet.\n\n"
+    return title + "\n".join(rows) + "\n"
 
 
 def _clock(time: float) -> str:

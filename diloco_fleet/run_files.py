@@ -128,6 +128,11 @@ class RunFiles:
         return self.root / "model"
 
     @property
+    def report(self) -> Path:
+        """The figures of the run, Markdown."""
+        return self.root / "report.md"
+
+    @property
     def fleet(self) -> Path:
         """Pids, address and state of the fleet, JSON."""
         return self.root / "fleet.json"

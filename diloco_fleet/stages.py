@@ -29,6 +29,7 @@ class Stage:
     escalation: list[Step]
     _processes: Sequence[Process] = ()
     _deadline: float | None = None
+    _tried: str = ""
 
     def advance(self, now: float, late: Callable[[str], None]) -> bool:
         """Goes on with the stage; returns whether it is over.
@@ -47,10 +48,11 @@ class Stage:
     def _escalate(self, now: float, say: Callable[[str], None]) -> None:
         number, bound_s = self.escalation.pop(0) if self.escalation else (signal.SIGKILL, 1.0)
         late = [process for process in self._processes if not process.ended]
-        if self._deadline is not None and late:
+        if self._deadline is not None and late and number is not None:
             names = ", ".join(process.name for process in late)
-            say(f"{names} took too long: {number or 'waiting'}")
+            say(f"{names} did not end {self._tried}; next: {number.name}")
         self._deadline = now + bound_s
+        self._tried = f"within {bound_s:g} s" + (f" of {number.name}" if number else "")
         if number is not None:
             for process in late:
                 process.stop(number)

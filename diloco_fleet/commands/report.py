@@ -9,6 +9,7 @@ import click
 from diloco_fleet.prepare import existing_run
 from diloco_fleet.report_text import summary_lines
 from diloco_fleet.reporting import make_report
+from diloco_fleet.run_files import RUNS_FOLDER
 
 
 @click.command()
@@ -16,9 +17,10 @@ from diloco_fleet.reporting import make_report
 def command(run: Path) -> None:
     """Compute the report of the run directory RUN again from its metrics.
 
-    Writes report.json, report.md and loss.png into it; works while the fleet is running, too.
+    The id of a run in the folder runs is enough. Writes report.json, report.md and loss.png into
+    the run directory; works while the fleet is running, too.
     """
-    files = existing_run(run)
+    files = existing_run(run, RUNS_FOLDER / run)
     for line in summary_lines(make_report(files)):
         click.echo(line)
-    click.echo(f"written: {files.root / 'report.md'}")
+    click.echo(f"written: {files.report}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from decoupled_diloco.config import click_options
-from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from decoupled_diloco.errors import EXIT_OK, DilocoError, Reason, UsageError
 from decoupled_diloco.logs import LOG_FORMATS
 from decoupled_diloco.settings import RunSettings
 from diloco_fleet.director import Director
@@ -22,7 +22,7 @@ from diloco_fleet.fleet_settings import FleetSettings, Resolved, resolve
 from diloco_fleet.going_back import forget_resume, resume_from
 from diloco_fleet.journal import FleetJournal
 from diloco_fleet.local import Bounds, Outcome, Supervisor
-from diloco_fleet.metrics import FLEET, last_round
+from diloco_fleet.metrics import FLEET, last_outcome, last_round
 from diloco_fleet.plan import Plan, make_plan
 from diloco_fleet.prepare import existing_run, new_run, with_corpus, write_run
 from diloco_fleet.process import Restart, RestartPolicy
@@ -128,6 +128,8 @@ def command(
         )
     prepare = _resume if resume else _begin
     with prepare(config, run_dir, flags) as (files, given):
+        if resume and snapshot is None and has_ended(files, given.run.value.total_global_steps):
+            return _nothing_to_resume(files)
         resolved = with_corpus(files, given)
         plan = make_plan(resolved, files, os.environ, log_format=log_format)
         write_run(files, resolved)
@@ -204,7 +206,7 @@ def _run(files: RunFiles, resolved: Resolved, plan: Plan) -> int:
             journal=journal,
         )
         if outcome.word != "killed":
-            finish(files, screen)
+            finish(files, screen, outcome.word)
     if outcome.error is not None:
         raise outcome.error
     return outcome.exit_code
@@ -224,7 +226,7 @@ def _supervise(
         screen.say(line)
     journal.record("start", address=plan.address, pid=os.getpid())
     with ExitStack() as stack:
-        stack.enter_context(_stop_signals(supervisor))
+        stack.enter_context(_stop_signals(supervisor.request_stop))
         stack.enter_context(poller)
         stack.enter_context(screen)
         director = Director(
@@ -247,13 +249,34 @@ def is_complete(files: RunFiles, total_global_steps: int) -> bool:
     return newest is not None and 0 < total_global_steps <= newest.global_step
 
 
+def has_ended(files: RunFiles, total_global_steps: int) -> bool:
+    """Whether a run is complete and the model of its last global step is there."""
+    return (
+        is_complete(files, total_global_steps)
+        and last_outcome(files.metrics) == "complete"
+        and files.model.is_dir()
+    )
+
+
+def _nothing_to_resume(files: RunFiles) -> int:
+    newest = last_round(files.metrics)
+    assert newest is not None
+    click.echo(
+        f"already complete at global step {newest.global_step}: {files.root}; a higher "
+        "--global-steps goes on, --snapshot goes back"
+    )
+    if not files.report.is_file():
+        finish(files, open_screen(Console(), click.echo), "complete")
+    return EXIT_OK
+
+
 @contextmanager
-def _stop_signals(supervisor: Supervisor) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a closed terminal ask the supervisor to stop."""
+def _stop_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a closed terminal call ``stop``."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
-        signal.signal(number, lambda *_: supervisor.request_stop())
+        signal.signal(number, lambda *_: stop())
     try:
         yield
     finally:
@@ -261,14 +284,31 @@ def _stop_signals(supervisor: Supervisor) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def finish(files: RunFiles, screen: Screen) -> None:
-    """Writes the report and shows its figures; a failure here is said and stops nothing."""
+def finish(files: RunFiles, screen: Screen, word: str) -> None:
+    """Writes the report and shows its figures; a failure here is said and stops nothing.
+
+    Args:
+        files: the run directory.
+        screen: takes lines for people.
+        word: how the run ended; who does not wait for the report changes nothing in it.
+    """
     screen.say("writing the report, picture and sample")
     try:
-        report = make_report(files)
+        with _stop_signals(_interrupt):
+            report = make_report(files)
     except DilocoError as error:
         screen.say(f"no report: {error.message}")
+        return
+    except KeyboardInterrupt:
+        screen.say(
+            f"no report: interrupted; the run is {word} all the same, and `diloco report "
+            f"{files.root}` makes the report"
+        )
         return
     for line in summary_lines(report):
         screen.say(line)
     screen.say(f"report, picture and model: {files.root}")
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt

@@ -99,8 +99,23 @@ def test_the_figures_of_several_synchronizers_are_those_of_the_fleet() -> None:
 
 
 def test_the_pause_before_a_resumed_session_is_not_time_without_merging() -> None:
+    """Its synchronizer dies before it has merged anything."""
     files = undisturbed()
     files["fleet"] += text(mark("start", 500.0))
-    files["synchronizer"] += text(term(501.0, 2, 4), committed(503.0, 5, "0", "0", term=2))
-    change = report_of(files).leader_changes[0]
+    files["synchronizer"] += text(
+        term(501.0, 2, 4), term(502.0, 3, 4), committed(503.0, 5, "0", "0", term=3)
+    )
+    [change] = report_of(files).leader_changes
+    assert change.term == 3
     assert change.without_merging_s == pytest.approx(3.0)
+
+
+def test_a_start_of_the_fleet_is_not_a_leader_change_and_is_counted_apart() -> None:
+    files = undisturbed()
+    assert "starts of the fleet |" not in markdown(report_of(files)), "nothing was resumed"
+    files["fleet"] += text(mark("start", 500.0))
+    files["synchronizer"] += text(term(501.0, 2, 4), committed(503.0, 5, "0", "0", term=2))
+    report = report_of(files)
+    assert (report.leader_changes, report.fleet_starts) == ((), 2)
+    assert "| leader changes | 0 |" in markdown(report)
+    assert "| starts of the fleet | 2 |" in markdown(report)
