@@ -73,7 +73,7 @@ class Process:
         )
         election = Election(
             leadership=self.leadership, keeper=lease, identity=self.identity, address=NOBODY,
-            peers=(NOBODY,), runner=runner,
+            peers=(NOBODY,), runner=runner, key=KEY,
         )  # fmt: skip
         outside = Outside(
             store=store, membership=MemoryMembership(server=server), tensors_runner=runner,
