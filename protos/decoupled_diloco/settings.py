@@ -65,10 +65,10 @@ class RunSettings:
         "tensor", "what has a norm of its own in RDA: tensor, fragment or row"
     )
     outer_learning_rate: float = setting(
-        0.6, "outer SGD; keep learning rate / (1 - momentum) between 1 and 2 under rda"
+        0.8, "outer SGD; keep learning rate / (1 - momentum) between 1 and 1.5 under rda"
     )
     outer_momentum: float = setting(
-        0.7, "Nesterov momentum of the outer SGD; 0 is plain SGD, 0.9 is far too hot under rda"
+        0.4, "Nesterov momentum of the outer SGD; 0 is plain SGD, 0.9 is far too hot under rda"
     )
     codec_up: str = setting("bf16", "codec of outer gradients")
     codec_down: str = setting("bf16", "codec of updates")
