@@ -104,12 +104,11 @@ class Gate:
 
     def _check_beginning(self) -> None:
         self._check_leads()
-        if self.core.begun or self.core.is_writing:
-            return
-        why = f"term {self._claim.term} begins once the keeper of the lease confirms who is in sync"
-        if not self._leadership.holds() and self.core.mode == "one":
+        why = f"term {self._claim.term} {self.core.why_not_begun}"
+        if self.core.makes_way(lease_held=self._leadership.holds()):
             raise DilocoError(Reason.NOT_LEADING, f"the lease ran out: {why}")
-        self._leadership.core.why_waiting = why
+        if self.core.why_not_begun:
+            self._leadership.core.why_waiting = why
 
     def _check_leads(self) -> None:
         if not self._leadership.core.leads(self._claim.term):

@@ -127,6 +127,17 @@ class ReplicationCore:
     _waiting_since: float = 0.0
     _hold: str = ""
 
+    @property
+    def why_not_begun(self) -> str:
+        """What the begun term waits for before it is served; empty where that is under way."""
+        if self.begun or self.is_writing:
+            return ""
+        return "begins once the keeper of the lease confirms who is in sync"
+
+    def makes_way(self, *, lease_held: bool) -> bool:
+        """Whether a process that waits so lets others lead: without a lease it would in vain."""
+        return bool(self.why_not_begun) and self.mode == "one" and not lease_held
+
     # -- events ----------------------------------------------------------------------------------
 
     def begin(self, *, lease_held: bool, now: float) -> list[Effect]:
