@@ -12,6 +12,7 @@ if any world fails.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +25,7 @@ from diloco_fleet.simulation.world import Outcome, run_world
 
 CHUNK = 50
 MOST_FAILURES = 20
+PROGRESS = 1000
 
 
 @dataclass(slots=True)
@@ -94,6 +96,15 @@ def show(sums: Sums, seconds: float) -> None:
         print(f"  {name:36} {count}")
 
 
+def tell_progress(sums: Sums, seeds: int, seconds: float) -> None:
+    """Says on standard error, once per PROGRESS worlds, how far it is; the output stays clean."""
+    done = sum(sums.worlds.values()) + len(sums.failures)
+    if done % PROGRESS == 0:
+        rest_s = seconds * (seeds - done) / done
+        failed = len(sums.failures)
+        print(f"{done} of {seeds}, {failed} failed, {rest_s:.0f} s to go", file=sys.stderr)
+
+
 @click.command()
 @click.option("--seeds", default=100_000, show_default=True, help="how many")
 @click.option("--first", default=1_000_000, show_default=True, help="the first one")
@@ -110,12 +121,13 @@ def main(seeds: int, first: int) -> None:
             for outcome in outcomes:
                 sums.add(outcome)
             sums.failures += failures
+            for failure in failures:
+                print(f"\n{failure}", flush=True)
+            tell_progress(sums, seeds, time.monotonic() - began)
             if len(sums.failures) >= MOST_FAILURES:
                 pool.shutdown(cancel_futures=True)
                 break
     show(sums, time.monotonic() - began)
-    for failure in sums.failures:
-        print(f"\n{failure}")
     if sums.failures:
         raise SystemExit(f"{len(sums.failures)} worlds failed")
     print("no invariant was broken")
