@@ -79,6 +79,8 @@ def check_end(world: World) -> Outcome:
     for node in world.nodes:
         if node is not leader:
             assert node.leadership.core.why_waiting, f"{node.name} waits without a reason"
+    lost_errors = [task for task in world.kernel.unheard if task.is_lost]
+    assert not lost_errors, f"failed, and nobody asked: {lost_errors}"
     assert engine.core.waits(world.kernel.now), "nobody trains, and nothing waits"
     states = [_stored(node) for node in world.nodes]
     assert all(state == states[0] for state in states), "stores differ"

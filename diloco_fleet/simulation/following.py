@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from decoupled_diloco.claims import Claim
 from decoupled_diloco.errors import DilocoError, Reason
-from diloco_fleet.simulation.kernel import Promise, Task, Work
+from diloco_fleet.simulation.kernel import Either, Promise, Task, Work
 from diloco_fleet.simulation.network import End, unavailable
 from diloco_fleet.simulation.replicas import Challenge, Hello, Run, State
 from synchronizer_server.core.records import RoundRecord
@@ -31,6 +31,7 @@ class Follower:
         self._claim: Claim | None = None
         self._due: deque[Transfer] = deque()
         self._wake = Promise()
+        self._loaded = False
         self.streaming = self.in_sync = False
         self.record: RoundRecord | None = None
 
@@ -45,12 +46,17 @@ class Follower:
         self._copy.changed()
 
     def _load(self) -> None:
+        """In the runner: a record that was still being written when a stream ended is there now."""
+        if self._loaded:
+            return
+        self._loaded = True
         loaded = self._node.store.load()
         self.record = loaded[0] if loaded is not None else None
         self.highest_term = self._node.store.highest_term()
 
     def follow(self, address: str, highest: Claim | None) -> Work:
         """Follows the leader at an address; raises what ended it."""
+        yield from self.load()
         node, other = self._node, self._node.world.node_at(address)
         end = node.world.network.open(node, other, other.serve_replicate)
         try:
@@ -71,11 +77,15 @@ class Follower:
             raise unavailable("the leader")
         self._begin(run, handshake, highest)
         yield from self._describe(run)
-        keeping = self._node.spawn(self._keep(end))
+        work = [self._node.spawn(job) for job in (self._receive(end), self._keep(end))]
         try:
-            yield from self._receive(end)
+            yield Either(work)
+            for task in work:
+                if task.done:
+                    task.result()
         finally:
-            keeping.cancel()
+            for task in work:
+                task.cancel()
 
     def _receive(self, end: End) -> Work:
         while True:

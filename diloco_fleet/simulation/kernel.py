@@ -125,12 +125,13 @@ class Task(Promise):
         work: the generator.
     """
 
-    __slots__ = ("_life", "_process", "_token", "_work")
+    __slots__ = ("_is_heard", "_life", "_process", "_token", "_work")
 
     def __init__(self, process: Process, work: Work) -> None:
         super().__init__()
         self._process, self._life, self._work = process, process.life, work
         self._token = 0
+        self._is_heard = False
         self._resume(0.0, 0)
 
     def cancel(self) -> None:
@@ -140,6 +141,25 @@ class Task(Promise):
             self.done = True
             self._work.close()
             self._tell()
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """As any promise's."""
+        self._is_heard = True
+        super().then(callback)
+
+    def result(self) -> Any:  # noqa: ANN401  as any promise's
+        """As any promise's."""
+        self._is_heard = True
+        return super().result()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it failed in a process that lives on, and nobody asked what became of it."""
+        return self._life == self._process.life and not self._is_heard and self.error is not None
+
+    def __repr__(self) -> str:
+        """Whose it is, and why it failed."""
+        return f"<{self._work} of {self._process.name}: {self.error}>"
 
     def _resume(self, delay: float, token: int) -> None:
         self._process.kernel.at(delay, lambda: self._step(token), self._process, self._life)
@@ -158,6 +178,8 @@ class Task(Promise):
         except StopIteration as end:
             self.set(end.value)
         except DilocoError as error:
+            if not self._callbacks:
+                self._process.kernel.unheard.append(self)
             self.fail(error)
         else:
             self._wait(item)
@@ -194,6 +216,7 @@ class Kernel:
     def __init__(self) -> None:
         self.now = 0.0
         self.num_events = 0
+        self.unheard: list[Task] = []
         self._serial = itertools.count()
         self._queue: list[tuple[float, int, Callable[[], None], Process | None, int]] = []
 

@@ -222,6 +222,7 @@ class LearnerProcess(Process):
     def _seed(self, grant: Grant) -> Work:
         node = self.world.node_at(self.search.leadership.current)
         for fragment, (start, stop) in enumerate(self.world.slices):
+            self.world.oracle.seeds(self)
             held = self.held.get(fragment)
             vector = self._model[start:stop].clone() if held is None else held[1]
             request = push_of(

@@ -113,13 +113,11 @@ class Oracle:
         if record is not None:
             self._publish(node, (record.term, record.global_step))
 
-    def seeds(self, learner_id: str) -> None:
-        """A learner's first parameters were taken: it holds nothing that was merged."""
-        processes = [x for x in self._world.learners if x.learner_id == learner_id]
-        assert any(
-            all(version.global_step == 0 for version, _ in learner.held.values())
-            for learner in processes
-        ), f"{learner_id} seeds a run of which it holds merged versions"
+    def seeds(self, learner: LearnerProcess) -> None:
+        """A learner offers its first parameters: it holds nothing that was merged."""
+        assert all(version.global_step == 0 for version, _ in learner.held.values()), (
+            f"{learner.name} seeds a run of which it holds merged versions"
+        )
 
     def persisted(
         self, engine: Engine, record: RoundRecord, states: Mapping[int, FragmentState]

@@ -233,7 +233,6 @@ def push_seed(node: Node, request: Push) -> Work:
     refusal = engine.core.seed_refusal(*who)
     if refusal is not None:
         return refusal
-    node.world.oracle.seeds(request.learner_id)
     engine.stage_seed(request.fragment, vector)
     engine.handle(
         ev.SeedStaged(
