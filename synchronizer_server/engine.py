@@ -155,7 +155,8 @@ class Engine:
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
-            logger.critical("the synchronizer cannot go on", exc_info=error)
+            ours = None if isinstance(error, DilocoError) else error
+            logger.critical("the synchronizer cannot go on: %s", error, exc_info=ours)
             self._failure = error
             self.fatal.set()
 

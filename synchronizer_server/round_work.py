@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from decoupled_diloco.errors import DilocoError
+from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.fault_points import FaultPoint, reach
 from synchronizer_server.commits import Persisted
 from synchronizer_server.core import effects as fx
@@ -45,12 +45,18 @@ class RoundWork:
         self._handle(ev.RoundMerged(global_step=effect.global_step, version=version))
 
     async def persist(self, effect: fx.PersistRound) -> None:
-        """Persists a merged round; a failure is tried again."""
+        """Persists a merged round; a failure is tried again.
+
+        Raises:
+            DilocoError: STORE_REMOVED where a standby has all that was published.
+        """
         step = effect.summary.global_step
         reach(FaultPoint.BEFORE_PERSIST)
         try:
             persisted = await self._parts.committer.persist(effect.summary)
         except DilocoError as error:
+            if self._is_better_led_elsewhere(error):
+                raise
             self._handle(self._persist_failed(step, error))
             return
         reach(FaultPoint.AFTER_PERSIST)
@@ -65,6 +71,12 @@ class RoundWork:
         acked = await self._parts.replicas.publishable(persisted.record, persisted.fragments)
         if not acked:
             await self._parts.committer.flush()
+
+    def _is_better_led_elsewhere(self, error: DilocoError) -> bool:
+        """What was taken away does not come back by waiting; alone, we keep what we hold."""
+        replicas = self._parts.replicas
+        removed = error.reason is Reason.STORE_REMOVED
+        return removed and replicas is not None and replicas.core.has_successor
 
     def _persist_failed(self, global_step: int, error: DilocoError) -> ev.PersistFailed:
         subject = f"round {global_step}" if global_step else "the seed"

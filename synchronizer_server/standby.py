@@ -7,7 +7,7 @@ import contextlib
 import logging
 from typing import Final
 
-from decoupled_diloco.errors import DilocoError
+from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.logs import ChangeLogger
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.v1 import admin_pb2 as pb
@@ -50,7 +50,8 @@ class StandbyCopy:
         """Follows until cancelled; afterwards nothing is written or acknowledged any more.
 
         Raises:
-            DilocoError: what our store cannot be read for.
+            DilocoError: what our store cannot be read for; STORE_REMOVED: whoever starts this
+                process anew gets a store that can be filled.
         """
         self._follower = self._new_follower()
         self._bidding = False
@@ -74,7 +75,7 @@ class StandbyCopy:
         self._following = following
         await asyncio.wait((following,))
         if not following.cancelled() and (error := following.exception()) is not None:
-            if not isinstance(error, DilocoError):
+            if not isinstance(error, DilocoError) or error.reason is Reason.STORE_REMOVED:
                 raise error
             self._says.log("replication", str(error.reason), error.message)
         await asyncio.sleep(self._run.lease_timeout_s / _RETRIES_PER_TIMEOUT)

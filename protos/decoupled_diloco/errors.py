@@ -92,6 +92,7 @@ class Reason(StrEnum):
     # storage
     STORE_CORRUPT = "STORE_CORRUPT"
     STORE_LOST = "STORE_LOST"
+    STORE_REMOVED = "STORE_REMOVED"
     STORE_LOCKED = "STORE_LOCKED"
     DISK_FULL = "DISK_FULL"
     STORAGE_FAILED = "STORAGE_FAILED"
@@ -183,6 +184,7 @@ CATALOGUE: Final[dict[Reason, Entry]] = {
     Reason.SNAPSHOT_NOT_FOUND: Entry(status="NOT_FOUND", exit_code=EXIT_USAGE),
     Reason.STORE_CORRUPT: _STORAGE,
     Reason.STORE_LOST: _STORAGE,
+    Reason.STORE_REMOVED: Entry(status="UNAVAILABLE", exit_code=EXIT_RETRY, retry=True),
     Reason.STORE_LOCKED: _STORAGE,
     Reason.DISK_FULL: _STORAGE,
     Reason.STORAGE_FAILED: _STORAGE,

@@ -244,6 +244,11 @@ class ReplicationCore:
         return self._writing is not None
 
     @property
+    def has_successor(self) -> bool:
+        """Whether a standby follows that may take over at once."""
+        return any(s.connected and self.told.get(s.standby_id) for s in self.standbys.values())
+
+    @property
     def lag(self) -> int:
         """Published rounds that the standby nearest to us does not have."""
         acked = [s.acked for s in self.standbys.values() if s.connected]

@@ -51,7 +51,8 @@ class RoundStore(Protocol):
 
         Raises:
             DilocoError: ``STORE_CORRUPT`` or ``STORE_LOST`` when what was committed is damaged or
-                gone, ``STORAGE_FAILED`` when it cannot be read.
+                gone, ``STORAGE_FAILED`` when it cannot be read, ``STORE_REMOVED`` as for
+                ``commit``.
         """
 
     def begin_term(self, term: int, record: RoundRecord | None = None) -> None:
@@ -78,8 +79,9 @@ class RoundStore(Protocol):
 
         Raises:
             DilocoError: ``STALE_TERM`` when another term is current; ``DISK_FULL``;
-                ``STORAGE_FAILED``. The previous record then stays the newest, and the same or a
-                later commit may follow.
+                ``STORAGE_FAILED``; ``STORE_REMOVED`` when what is there is not what was loaded.
+                The previous record then stays the newest, and the same or a later commit may
+                follow.
         """
 
     def install(self, record: RoundRecord, fragments: Mapping[int, FragmentState]) -> None:
@@ -97,7 +99,8 @@ class RoundStore(Protocol):
         Raises:
             DilocoError: ``STALE_TERM`` for a lower term; ``STORE_CORRUPT`` when record and
                 fragments do not make a complete cut on top of what is held; ``DISK_FULL``;
-                ``STORAGE_FAILED``. The record before then stays the newest.
+                ``STORAGE_FAILED``; ``STORE_REMOVED`` as for ``commit``. The record before then
+                stays the newest.
         """
 
     def flush(self) -> None:

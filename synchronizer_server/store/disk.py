@@ -65,7 +65,7 @@ from synchronizer_server.store.files import (
     sync_path,
     write_atomic,
 )
-from synchronizer_server.store.lineage import load_lineage
+from synchronizer_server.store.lineage import load_lineage, newest_of
 from synchronizer_server.store.manifest import Manifest
 from synchronizer_server.store.paths import StorePaths, listing
 from synchronizer_server.store.run_file import read_run
@@ -119,6 +119,7 @@ class DiskStore:
         self._term: int | None = None
         self._kept: list[Envelope] = []  # on disk, oldest first; the last one is complete
         self._unsynced: set[Path] = set()
+        self._written: tuple[Path, ...] = ()  # the tip's files, where this process wrote them
         make_directory(self._paths.directory)
         self._lock = WriterLock(self._paths.lock)
         try:
@@ -135,6 +136,7 @@ class DiskStore:
 
     def open_run(self, description: RunDescription) -> RunDescription:
         """See ``RoundStore.open_run``."""
+        self._check_there()
         kept = self.read_run()
         seeded = bool(self._paths.records())
         if kept is None or (kept != description and not seeded):
@@ -153,7 +155,8 @@ class DiskStore:
 
     def load(self) -> tuple[RoundRecord, dict[int, FragmentState]] | None:
         """See ``RoundStore.load``."""
-        self._term, self._kept, self._loaded = None, [], False
+        self._lock.check(self._paths.lock)
+        self._term, self._kept, self._loaded, self._written = None, [], False, ()
         self.read_run()  # another run's store, or one without its description, is told first
         self._kept, fragments = load_lineage(self._paths, self._run_id, self._group)
         self._loaded = True
@@ -174,6 +177,7 @@ class DiskStore:
     def begin_term(self, term: int, record: RoundRecord | None = None) -> None:
         """See ``RoundStore.begin_term``."""
         assert self._loaded, "load comes before begin_term"
+        self._check_there()
         tip = self._tip
         check_begin(term, record, tip=tip.record if tip else None, highest_term=self.highest_term())
         make_directory(self._paths.term(term))
@@ -192,6 +196,7 @@ class DiskStore:
     ) -> None:
         """See ``RoundStore.commit``."""
         assert self._loaded, "load comes before commit"
+        self._check_there()
         tip = self._tip
         check_commit(record, fragments, term=self._term, tip=tip.record if tip else None)
         if tip is None:
@@ -201,6 +206,7 @@ class DiskStore:
     def install(self, record: RoundRecord, fragments: Mapping[int, FragmentState]) -> None:
         """See ``RoundStore.install``."""
         assert self._loaded, "load comes before install"
+        self._check_there()
         tip = self._tip.record if self._tip else None
         if tip is None:
             assert self.read_run() is not None, "open_run comes before the first record"
@@ -220,6 +226,10 @@ class DiskStore:
         make_directory(self._paths.term(record.term))
         first = tip is None or tip.term < record.term
         self._write(record, changed, force=first or record.fragment is None)
+
+    def _check_there(self) -> None:
+        """Nothing is built on top of what somebody took away under this process."""
+        self._lock.check(self._paths.lock, *self._written)
 
     def _write(
         self, record: RoundRecord, fragments: Mapping[int, FragmentState], *, force: bool
@@ -252,6 +262,7 @@ class DiskStore:
         if not sync:
             self._unsynced.update(written)
         self._kept.append(envelope)
+        self._written = (self._record_path(record), *self._fragment_paths(envelope))
         try:
             self._end_first_install()
             self._prune()
@@ -362,7 +373,7 @@ class DiskStore:
         counted = sum(envelope.record.term == newest for envelope in self._kept)
         if self._durability != "disk" and counted < 2 * self._keep_rounds:
             return
-        self._kept = self._retained()
+        self._kept = newest_of(self._kept, self._keep_terms, self._keep_rounds)
         referenced = {self._record_path(envelope.record) for envelope in self._kept}
         for envelope in self._kept:
             referenced |= self._fragment_paths(envelope)
@@ -380,15 +391,6 @@ class DiskStore:
         """A record is there: from now on fragments without one are a loss."""
         with storage_errors(self._paths.unfinished), contextlib.suppress(FileNotFoundError):
             self._paths.unfinished.rmdir()
-
-    def _retained(self) -> list[Envelope]:
-        """The records to keep: the last of each of the newest terms."""
-        terms = sorted({envelope.record.term for envelope in self._kept})[-self._keep_terms :]
-        return [
-            envelope
-            for term in terms
-            for envelope in [e for e in self._kept if e.record.term == term][-self._keep_rounds :]
-        ]
 
     def _record_path(self, record: RoundRecord) -> Path:
         return self._paths.record(record.term, record.global_step)

@@ -158,6 +158,31 @@ class WriterLock:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
 
+    def check(self, path: Path, *others: Path) -> None:
+        """Checks that the lock is where it was taken, and the others beside it.
+
+        Args:
+            path: the lock file.
+            others: what must be there, too.
+
+        Raises:
+            DilocoError: ``STORE_REMOVED``; ``STORAGE_FAILED`` where that cannot be told.
+        """
+        assert self._descriptor is not None, "it was not released"
+        with storage_errors(path):
+            try:
+                there = os.path.samestat(os.stat(path), os.fstat(self._descriptor))
+                if there and all(other.exists() for other in others):
+                    return
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+        raise DilocoError(
+            Reason.STORE_REMOVED,
+            f"{path.parent} was removed or replaced while it was in use; put it back, or start "
+            "this synchronizer anew: another one that is in sync fills an empty store",
+            path=path.parent,
+        )
+
     def release(self) -> None:
         """Lets the next writer in. Calling it again does nothing."""
         if self._descriptor is not None:

@@ -56,6 +56,16 @@ def load_lineage(
     return kept, fragments
 
 
+def newest_of(kept: list[Envelope], num_terms: int, num_rounds: int) -> list[Envelope]:
+    """The last records of each of the newest terms, in the order in which they are given."""
+    terms = sorted({envelope.record.term for envelope in kept})[-num_terms:]
+    return [
+        envelope
+        for term in terms
+        for envelope in [e for e in kept if e.record.term == term][-num_rounds:]
+    ]
+
+
 def _newest_complete(
     paths: StorePaths, found: list[_Found]
 ) -> tuple[Envelope, dict[int, FragmentState]] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Iterator
 
@@ -98,6 +99,22 @@ def test_a_leader_that_is_frozen_is_replaced_and_follows_when_it_wakes(fleet: Fl
     fleet.thaw(leader)
     fleet.wait_until(lambda: fleet.roles().get(leader) == "following", "the old leader to follow")
     ready(fleet)
+
+
+@pytest.mark.parametrize("role", ["leading", "following"])
+def test_a_store_that_is_deleted_under_its_synchronizer_is_filled_again(
+    fleet: Fleet, role: str
+) -> None:
+    """The process ends and is started anew; where it led, the standby leads meanwhile."""
+    leader, term = ready(fleet), term_of(fleet)
+    name = next(x for x in fleet.synchronizers if (x == leader) == (role == "leading"))
+    pid = fleet.process_pid(name)
+    shutil.rmtree(fleet.files.store_of(fleet.synchronizers.index(name)))
+    fleet.wait_until(lambda: fleet.process_pid(name) not in (pid, None), f"{name} to start anew")
+    ready(fleet)
+    fleet.wait_until(lambda: fleet.roles()[name] == "following", f"{name} to follow")
+    assert (term_of(fleet) > term) == (role == "leading")
+    assert "STORE_REMOVED" in fleet.files.log_of(name).read_text()
 
 
 def test_a_leader_that_is_told_to_stop_hands_over(fleet: Fleet) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -264,4 +266,70 @@ def test_the_first_record_of_a_term_is_forced_out_and_never_passed_over(tmp_path
     damage_newest(tmp_path)
     store = open_disk(tmp_path, durability="standby")
     assert reason_of(store.load) is Reason.STORE_CORRUPT
+    store.close()
+
+
+def take_all(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+def take_the_terms(path: Path) -> None:
+    for term in path.glob("group-*/term-*"):
+        shutil.rmtree(term)
+
+
+def take_a_fragment(path: Path) -> None:
+    max(path.rglob("fragment-0001-*.safetensors")).unlink()
+
+
+def put_a_copy_in_its_place(path: Path) -> None:
+    copy = path.with_name("copy")
+    shutil.copytree(path, copy)
+    shutil.rmtree(path)
+    copy.rename(path)
+
+
+@pytest.mark.parametrize(
+    "take", [take_all, take_the_terms, take_a_fragment, put_a_copy_in_its_place]
+)
+def test_nothing_is_built_on_a_store_that_was_taken_away(
+    tmp_path: Path, take: Callable[[Path], None]
+) -> None:
+    """A record on top of it would name files that nobody has."""
+    path = tmp_path / "store"
+    store = open_disk(path)
+    record = rounds(store, begin(store), 2)
+    take(path)
+    before = files_below(path)
+    works: list[Callable[[], object]] = [
+        lambda: store.commit(*following(record)),
+        lambda: store.begin_term(2, takeover(record, 2)),
+        lambda: store.install(takeover(record, 2), state_of(record)),
+        lambda: store.open_run(DESCRIPTION),
+    ]
+    for work in works:
+        assert reason_of(work) is Reason.STORE_REMOVED
+    assert files_below(path) == before
+    store.close()
+
+
+def test_what_was_taken_away_is_not_read_as_an_empty_store(tmp_path: Path) -> None:
+    store = open_disk(tmp_path / "store")
+    begin(store)
+    take_all(tmp_path / "store")
+    assert reason_of(store.load) is Reason.STORE_REMOVED
+    store.close()
+
+
+def test_a_store_that_is_put_back_goes_on(tmp_path: Path) -> None:
+    """A volume that was away for a moment."""
+    path = tmp_path / "store"
+    store = open_disk(path)
+    record = rounds(store, begin(store), 2)
+    path.rename(tmp_path / "away")
+    round_, fragments = following(record)
+    assert reason_of(lambda: store.commit(round_, fragments)) is Reason.STORE_REMOVED
+    (tmp_path / "away").rename(path)
+    store.commit(round_, fragments)
+    assert_holds(store, round_)
     store.close()
