@@ -34,6 +34,7 @@ from synchronizer_server.membership import (
 from synchronizer_server.node import Node
 from synchronizer_server.peers import PeerAsker
 from synchronizer_server.runner import ThreadRunner
+from synchronizer_server.service.decoding import INTERCEPTORS
 from synchronizer_server.service.replicate import ReplicationService
 from synchronizer_server.service.switchboard import (
     Switchboard,
@@ -185,7 +186,7 @@ class Server:
         await self._set_health(serving=False)
 
     def _servers(self, board: Switchboard) -> list[grpc.aio.Server]:
-        server = grpc.aio.server(options=server_options())
+        server = grpc.aio.server(options=server_options(), interceptors=INTERCEPTORS)
         synchronizer_pb2_grpc.add_SynchronizerServiceServicer_to_server(
             SwitchedSynchronizer(board), server
         )

@@ -26,6 +26,7 @@ from synchronizer_server.core import events as ev
 from synchronizer_server.membership.memory import MemoryMembership
 from synchronizer_server.runner import Runner, ThreadRunner
 from synchronizer_server.service.admin import AdminService
+from synchronizer_server.service.decoding import INTERCEPTORS
 from synchronizer_server.service.synchronizer import SynchronizerService
 from synchronizer_server.store.memory import MemoryStore
 
@@ -121,7 +122,7 @@ class Fleet:
             raise
         self.layout = layout_of(self.settings)
         self.engine, self.joins = assembled.engine, assembled.joins
-        self._server = grpc.aio.server(options=server_options())
+        self._server = grpc.aio.server(options=server_options(), interceptors=INTERCEPTORS)
         synchronizer_pb2_grpc.add_SynchronizerServiceServicer_to_server(
             SynchronizerService(self.engine, self.joins), self._server
         )
