@@ -26,6 +26,7 @@ from diloco_fleet.metrics import (
     RunMetrics,
     Step,
 )
+from diloco_fleet.waiting import WaitTime, wait_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,7 @@ class Report:
         bytes_down: bytes of updates.
         leader_changes: terms after the first, each with its time without merging; not those that
             begin with a start of the fleet.
+        waits: see ``waiting.wait_times``.
         fleet_starts: how often the fleet was started; 0 where no supervisor wrote it down.
         restarts: processes started again, all together.
         restarts_by_process: the same by process.
@@ -103,6 +105,7 @@ class Report:
     bytes_up: int
     bytes_down: int
     leader_changes: tuple[LeaderChange, ...]
+    waits: tuple[WaitTime, ...]
     fleet_starts: int
     restarts: int
     restarts_by_process: Mapping[str, int]
@@ -166,6 +169,7 @@ def compute_report(
         bytes_up=num_bytes[0],
         bytes_down=num_bytes[1],
         leader_changes=leader_changes(metrics),
+        waits=wait_times(metrics),
         fleet_starts=len(metrics.marks_of(FLEET, "start")),
         restarts=sum(restarts.values()),
         restarts_by_process=restarts,

@@ -32,6 +32,8 @@ _DEFINITIONS: Final = f"""\
   step, or when what was committed there has another digest.
 - **leader changes**: terms of leadership after the first, without those that begin with a start of
   the fleet; each leaves the fleet without merging from the last round before it to its own first.
+- **merging waited**: for how long a round, or the seed, waited for each reason, from when log and
+  status told of it until it went on; shorter waits are part of any round and not told.
 - **starts of the fleet** (where it was resumed): how often `diloco run` began or went on.
 - **bytes per parameter per sync**: bytes up and down, over parameters per fragment times live
   learners summed over all rounds: what one learner moves per parameter in a full cycle of
@@ -84,6 +86,7 @@ def markdown(report: Report) -> str:
         _table(_figures(report)),
         "![Losses](loss.png)\n",
         _contributions(report),
+        _waits(report),
         _leadership(report),
         _problems(report),
         _sample(report),
@@ -116,6 +119,7 @@ def _figures(report: Report) -> list[tuple[str, str]]:
         ("participation", _share(report.participation)),
         ("measured H", _number(report.measured_h, "inner steps")),
         ("bytes per parameter per sync", _number(report.bytes_per_parameter_per_sync)),
+        ("merging waited", _waited(report)),
         ("leader changes", _changes(report)),
         *([("starts of the fleet", str(report.fleet_starts))] if report.fleet_starts > 1 else []),
         ("restarts", f"{report.restarts}{_by_process(report.restarts_by_process)}"),
@@ -176,6 +180,23 @@ def _contributions(report: Report) -> str:
         f"## Contributions\n\nRounds by number of contributors (rounds x contributors): "
         f"{by_count}.\n\n" + "\n".join(rows) + "\n"
     )
+
+
+def _waited(report: Report) -> str:
+    return ", ".join(f"{_number(x.total_s, 's')} for {x.reason}" for x in report.waits) or "-"
+
+
+def _waits(report: Report) -> str:
+    if not report.waits:
+        return ""
+    rows = ["| waited for | times | in all | longest | the longest waited |"]
+    rows += ["| --- | --- | --- | --- | --- |"]
+    rows += [
+        f"| `{x.reason}` | {x.times} | {_number(x.total_s, 's')} | {_number(x.longest_s, 's')} "
+        f"| {x.longest_detail.replace('|', '/')} |"
+        for x in report.waits
+    ]
+    return "## Merging waited\n\n" + "\n".join(rows) + "\n"
 
 
 def _changes(report: Report) -> str:
