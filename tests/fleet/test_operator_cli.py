@@ -263,6 +263,7 @@ def test_what_cannot_be_put_back_says_why(admin: tuple[Admin, str]) -> None:
     servicer, address = admin
     refused = diloco("rollback", "9", "--reason", "x", "--address", address)
     assert refused.stderr == "error: STALE_BASE: nothing older is retained\n"
+    assert refused.exit_code == 75, "after the next rounds there is something to go back to"
     unknown = diloco("rollback", "99", "--reason", "x", "--address", address)
     assert unknown.stderr == "error: UNKNOWN_FRAGMENT: there is no fragment 99\n"
     assert unknown.exit_code == 64, "the number is wrong, and no fault of ours"
