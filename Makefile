@@ -38,6 +38,7 @@ $(STAMP): pyproject.toml requirements.lock scripts/setup.sh scripts/setup_enviro
 help:
 	@echo 'make run          train a small language model with a fleet on this machine (diloco run)'
 	@echo 'make test         run the tests'
+	@echo 'make chaos        break fleets on purpose, and see what holds (diloco chaos run all --short)'
 	@echo 'make lint         ruff, mypy and buf'
 	@echo 'make proof-NAME   the long form of a claim; output goes to benchmarks/proofs/NAME.txt'
 	@echo '                  names: $(or $(PROOFS),none yet)'
@@ -69,6 +70,11 @@ lint: $(STAMP)
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/buf lint protos
 	@$(BIN)/buf format --diff --exit-code protos
+
+# Shipped scenarios on fleets of processes, in their short form, one after the other.
+.PHONY: chaos
+chaos: $(STAMP)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/diloco chaos run all --short $(ARGS)
 
 .PHONY: protos
 protos: $(STAMP)

@@ -20,6 +20,7 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "quorum": "Show the minimum quorum of a running fleet, or set it.",
         "drain": "Ask a learner to finish its step and leave.",
         "rollback": "Put one fragment back to what it was before its last update.",
+        "chaos": "Do things to a fleet on purpose, and see what holds.",
         "generate": "Sample text from the model of a run.",
         "report": "Compute the report of the run directory RUN again from its metrics.",
         "version": "Print the versions of diloco and of what it builds on.",

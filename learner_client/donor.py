@@ -14,6 +14,7 @@ import torch
 
 from decoupled_diloco.codecs import iter_chunks, payload_digest
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.fault_points import FaultPoint, crosses_half, reach
 from decoupled_diloco.v1 import synchronizer_pb2, types_pb2
 from decoupled_diloco.wire import INNER_STATE_CODEC, incarnation_to
 from learner_client.core.learner_core import LearnerCore
@@ -187,6 +188,8 @@ async def _requests(
     yield synchronizer_pb2.RecoverRequest(hello=hello)
     offset = 0
     for data in iter_chunks(payload):
+        if crosses_half(offset, len(data), len(payload)):
+            reach(FaultPoint.MID_RECOVERY)
         chunk = types_pb2.Chunk(offset_bytes=offset, data=bytes(data))
         yield synchronizer_pb2.RecoverRequest(chunk=chunk)
         offset += len(data)

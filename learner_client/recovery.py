@@ -16,6 +16,7 @@ from typing import Final
 from decoupled_diloco.codecs import Stager
 from decoupled_diloco.codecs.base import Payload
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.fault_points import FaultPoint, crosses_half, reach
 from decoupled_diloco.v1 import synchronizer_pb2
 from decoupled_diloco.versions import Version
 from decoupled_diloco.wire import (
@@ -150,7 +151,7 @@ class Recoverer:
         Raises:
             DilocoError: why there is none.
         """
-        donor, stager = "", None
+        donor, stager, payload_bytes = "", None, 0
         limit_s = _PATIENCE * grant.settings.push_timeout_s
         requests = self._requests(grant)
         async with contextlib.aclosing(self._link.transport.recover(requests)) as responses:
@@ -166,10 +167,14 @@ class Recoverer:
                     break
                 if response.WhichOneof("kind") == "header":
                     donor, stager = response.header.donor_id, self._stager(response.header)
+                    payload_bytes = response.header.encoding.payload_bytes
                 elif stager is None:
                     raise malformed("inner state came without a header")
                 else:
-                    stager.add(response.chunk.offset_bytes, response.chunk.data)
+                    chunk = response.chunk
+                    if crosses_half(chunk.offset_bytes, len(chunk.data), payload_bytes):
+                        reach(FaultPoint.MID_RECOVERY)
+                    stager.add(chunk.offset_bytes, chunk.data)
         if stager is None:
             raise DilocoError(Reason.TRUNCATED, "the recovery ended before it began")
         return donor, stager.finish()

@@ -201,15 +201,15 @@ def read_section(
     tables = {key: value for key, value in document.items() if key in classes}
     if section is None:
         top = {key: value for key, value in document.items() if key not in classes}
-        _refuse_unknown(top, [s.name for s in settings_of(cls)] + [*classes], str(file), "key")
+        refuse_unknown(top, [s.name for s in settings_of(cls)] + [*classes], str(file), "key")
     else:
         top = {}
-        _refuse_unknown(document, classes, str(file), "section")
+        refuse_unknown(document, classes, str(file), "section")
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise UsageError(Reason.CONFIG_INVALID, f"{file}: {name} must be a section: [{name}]")
         known = [setting.name for setting in settings_of(classes[name])]
-        _refuse_unknown(table, known, f"{file}, section [{name}]", "key")
+        refuse_unknown(table, known, f"{file}, section [{name}]", "key")
     return top if section is None else tables.get(section, {})
 
 
@@ -223,10 +223,21 @@ def check_environ(
     """
     known = [prefix + setting.name.upper() for cls in classes for setting in settings_of(cls)]
     ours = [name for name in environ if name.startswith(prefix) and name != FAULTS]
-    _refuse_unknown(ours, known, "the environment", "variable")
+    refuse_unknown(ours, known, "the environment", "variable")
 
 
-def _refuse_unknown(given: Iterable[str], known: Iterable[str], where: str, noun: str) -> None:
+def refuse_unknown(given: Iterable[str], known: Iterable[str], where: str, noun: str) -> None:
+    """Refuses names that nobody knows.
+
+    Args:
+        given: names that were given.
+        known: names that there are.
+        where: place, for people.
+        noun: what the names are.
+
+    Raises:
+        UsageError: CONFIG_UNKNOWN_KEY with the nearest name.
+    """
     names = list(known)
     for name in given:
         if name not in names:

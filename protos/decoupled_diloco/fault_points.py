@@ -3,7 +3,8 @@
 A process without the variable ``DILOCO_FAULTS`` has no faults: `reach` is one comparison. With it
 (JSON, see `Faults.parse`), the process does what the variable says when it gets to a point, after
 it has written one line to the log of the faults, so that a test can count what was hit. A fault
-happens once, over all lives of all processes that share the log.
+happens once, over all lives of all processes that share the log. The same variable may name a
+folder from which the wall clock of each process is set wrong, see `wall`.
 """
 
 from __future__ import annotations
@@ -132,12 +133,15 @@ class Faults:
         log: file of JSON lines, one per fault that happened, shared by all processes.
         process: name of this process.
         faults: the script.
+        clock: folder in which a file of the name of a process holds the offset of its wall clock
+            in seconds; None for clocks that are right.
         act: does what a fault says; tests give their own.
     """
 
     log: Path
     faults: Sequence[Fault]
     process: str = ""
+    clock: Path | None = None
     act: Callable[[Fault], None] = _act
     _counts: dict[str, int] = field(default_factory=dict)
 
@@ -151,8 +155,12 @@ class Faults:
         try:
             values = json.loads(text)
             faults = [_fault_from(entry) for entry in values["faults"]]
+            clock = values.get("clock")
             return cls(
-                log=Path(values["log"]), process=str(values.get("process", "")), faults=faults
+                log=Path(values["log"]),
+                process=str(values.get("process", "")),
+                faults=faults,
+                clock=None if clock is None else Path(clock),
             )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UsageError(
@@ -167,8 +175,19 @@ class Faults:
                 "log": str(self.log),
                 "process": self.process,
                 "faults": [fault.to_json() for fault in self.faults],
+                "clock": None if self.clock is None else str(self.clock),
             }
         )
+
+    @property
+    def offset_s(self) -> float:
+        """By how much the wall clock of this process is wrong now."""
+        if self.clock is None:
+            return 0.0
+        try:
+            return float((self.clock / self.process).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return 0.0
 
     def reach(self, point: FaultPoint) -> None:
         """Counts, and does what is due; where nothing is, it returns."""
@@ -237,6 +256,11 @@ def reach(point: FaultPoint) -> None:
     """The process is at a point."""
     if _faults is not None:
         _faults.reach(point)
+
+
+def wall() -> float:
+    """Seconds since the epoch, as this process has it: the one wall clock, for people alone."""
+    return time.time() + (_faults.offset_s if _faults is not None else 0.0)
 
 
 def crosses_half(offset_bytes: int, num_bytes: int, total_bytes: int) -> bool:

@@ -6,12 +6,12 @@ import errno
 import json
 import logging
 import os
-import time
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.fault_points import wall as wall_clock
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Journal:
         DilocoError: STORAGE_FAILED or DISK_FULL where it cannot even be opened.
     """
 
-    def __init__(self, path: Path | None, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path | None, wall: Callable[[], float] = wall_clock) -> None:
         self._path = path
         self._wall = wall
         self._file: FileIO | None = None

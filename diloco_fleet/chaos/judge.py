@@ -1,0 +1,192 @@
+"""Judges a scenario: its figures, each query of the hypothesis, each bound, the verdict. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+from diloco_fleet.chaos.conductor import Conductor, Phase
+from diloco_fleet.chaos.record import Record
+from diloco_fleet.chaos.scenario import Hypothesis
+from diloco_fleet.metrics import RunMetrics
+from diloco_fleet.report import Report, compute_report
+
+
+class Verdict(StrEnum):
+    """How a scenario ended."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    """Something that was to hold did not, or a fault did not happen as planned."""
+    ABORTED = "aborted"
+    """Given up before its end: its abort condition, no steady state, or the fleet has ended."""
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What the fleet came to while it was watched; None where that cannot be told.
+
+    Attributes:
+        window_s: how long that was.
+        goodput: see ``goodput.measure_stepping``.
+        uptime: see ``goodput.measure_stepping``.
+        participation: contributors over live learners.
+        measured_h: inner steps between two merges of one fragment.
+        rounds: committed rounds on the final lineage.
+        rounds_lost: of the whole run, see ``lineage.lost_rounds``.
+        leader_changes: terms that began meanwhile.
+        tokens: tokens that the learners trained on.
+        restarts: processes that were started again.
+    """
+
+    window_s: float
+    goodput: float | None
+    uptime: float | None
+    participation: float | None
+    measured_h: float | None
+    rounds: int | None
+    rounds_lost: int | None
+    leader_changes: int | None
+    tokens: int | None
+    restarts: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was to hold.
+
+    Attributes:
+        name: what.
+        wanted: the bound, in words.
+        found: what was found, in words.
+        holds: whether it does.
+    """
+
+    name: str
+    wanted: str
+    found: str
+    holds: bool
+
+
+def compute_figures(metrics: RunMetrics, *, num_learners: int, begin: float, end: float) -> Figures:
+    """Computes the figures of a span of unix time; what must not be lost is counted of all time."""
+    if not metrics.rounds and not metrics.steps:
+        return Figures(
+            window_s=end - begin,
+            **dict.fromkeys(
+                (
+                    *("goodput", "uptime", "participation", "measured_h", "rounds"),
+                    *("rounds_lost", "leader_changes", "tokens", "restarts"),
+                )
+            ),
+        )
+    whole = _report(metrics, num_learners)
+    inside = _report(_within(metrics, begin, end), num_learners)
+    return Figures(
+        window_s=end - begin,
+        goodput=inside.goodput,
+        uptime=inside.uptime,
+        participation=inside.participation,
+        measured_h=inside.measured_h,
+        rounds=inside.rounds,
+        rounds_lost=whole.rounds_lost if metrics.steps else None,
+        leader_changes=sum(begin <= change.time <= end for change in whole.leader_changes),
+        tokens=inside.tokens,
+        restarts=whole.restarts,
+    )
+
+
+def _report(metrics: RunMetrics, num_learners: int) -> Report:
+    return compute_report(metrics, run_id="", num_learners=num_learners, settings={})
+
+
+def _within(metrics: RunMetrics, begin: float, end: float) -> RunMetrics:
+    return replace(
+        metrics,
+        steps={
+            name: tuple(step for step in steps if begin <= step.time <= end)
+            for name, steps in metrics.steps.items()
+        },
+        rounds=tuple(entry for entry in metrics.rounds if begin <= entry.time <= end),
+    )
+
+
+def check_all(conductor: Conductor, figures: Figures, sync_interval: int) -> list[Check]:
+    """Checks the hypothesis, then every strike.
+
+    Args:
+        conductor: has conducted the scenario to its end.
+        figures: of the time it was watched.
+        sync_interval: the setting of H.
+    """
+    if conductor.phase is not Phase.OVER or conductor.progress is None:
+        return []
+    found: dict[str, float | None] = {
+        "uptime": figures.uptime,
+        "goodput": figures.goodput,
+        "participation": figures.participation,
+        "measured_h": None
+        if figures.measured_h is None
+        else abs(figures.measured_h / sync_interval - 1.0),
+        "rounds_lost": figures.rounds_lost,
+        "without_merging_s": conductor.longest_without_merging_s,
+        "leader_changes": figures.leader_changes,
+        "expired": len(conductor.expired),
+        "silent_s": conductor.longest_silence_s,
+    }
+    checks = check_hypothesis(conductor.scenario.steady, found)
+    return [*checks, *(check for record in conductor.records for check in _strike(record))]
+
+
+_AT_LEAST: Final = frozenset({"uptime", "goodput", "participation"})
+_UNITS: Final[Mapping[str, str]] = MappingProxyType({"without_merging_s": " s", "silent_s": " s"})
+_ROUNDING: Final = 1e-9
+
+
+def check_hypothesis(steady: Hypothesis, found: Mapping[str, float | None]) -> list[Check]:
+    """Compares what was asked with what was found, by the name of the query."""
+    checks = []
+    for name, bound in steady.asked.items():
+        value, unit = found[name], _UNITS.get(name, "")
+        if name in _AT_LEAST:
+            wanted, holds = f"at least {bound:g}", value is not None and value >= bound - _ROUNDING
+        elif name == "measured_h":
+            wanted, holds = f"within {bound:g} of its setting", value is not None and value <= bound
+        else:
+            wanted, holds = f"at most {bound:g}{unit}", value is not None and value <= bound
+        shown = "cannot be told" if value is None else f"{value:.4g}{unit}"
+        checks.append(Check(name=name, wanted=wanted, found=shown, holds=holds))
+    return checks
+
+
+def _strike(record: Record) -> list[Check]:
+    """Whether a strike happened, and the fleet was as before within its bound."""
+    name = f"{record.fault.fault} {record.strike.number}"
+    bound_s = record.fault.recovery_s
+    wanted = f"as before within {bound_s:g} s"
+    if record.problem:
+        return [Check(name=name, wanted="happens and is healed", found=record.problem, holds=False)]
+    if record.began_s is None:
+        by_chance = record.fault.mtbf_s is not None
+        why = record.held or f"no {record.strike.on}"
+        return [Check(name=name, wanted="happens", found=f"did not: {why}", holds=by_chance)]
+    recovery_s = record.recovery_s
+    if recovery_s is None:
+        return [Check(name=name, wanted=wanted, found="is not as before", holds=False)]
+    return [
+        Check(name=name, wanted=wanted, found=f"{recovery_s:.1f} s", holds=recovery_s <= bound_s)
+    ]
+
+
+def decide(checks: Sequence[Check], *, stopped: str, interrupted: bool) -> Verdict:
+    """Returns the verdict."""
+    if interrupted:
+        return Verdict.INTERRUPTED
+    if stopped:
+        return Verdict.ABORTED
+    fine = bool(checks) and all(check.holds for check in checks)
+    return Verdict.PASSED if fine else Verdict.FAILED

@@ -1,0 +1,153 @@
+"""Runs a scenario: looks, conducts, acts, heals whatever happens, and judges."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from decoupled_diloco.errors import DilocoError
+from diloco_fleet.chaos.conductor import Action, Arm, Begin, Conductor, Heal, Phase
+from diloco_fleet.chaos.injector import Injector
+from diloco_fleet.chaos.judge import Verdict, check_all, compute_figures, decide
+from diloco_fleet.chaos.result import Result
+from diloco_fleet.chaos.scenario import Scenario
+from diloco_fleet.chaos.schedule import Strike
+from diloco_fleet.chaos.targets import is_learner
+from diloco_fleet.metrics import RunMetrics
+
+LOOK_S = 0.2
+"""Time between two samples."""
+
+
+@dataclass(slots=True)
+class Interruption:
+    """Set by whoever wants the scenario to end; safe in a signal handler.
+
+    Attributes:
+        why: the reason; empty while nobody does.
+    """
+
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What a runner needs of the world.
+
+    Attributes:
+        say: takes a line for people.
+        wall: unix time.
+        sleep: waits, seconds.
+        interruption: asks for the end.
+    """
+
+    say: Callable[[str], None]
+    wall: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
+    interruption: Interruption = field(default_factory=Interruption)
+
+
+def run_scenario(
+    scenario: Scenario,
+    schedule: Sequence[Strike],
+    injector: Injector,
+    world: World,
+    *,
+    seed: int,
+) -> tuple[Result, RunMetrics]:
+    """Runs a scenario on a fleet that is there; everything is healed when it returns or raises.
+
+    Args:
+        scenario: the scenario.
+        schedule: drawn from it by the seed.
+        injector: entered.
+        world: see `World`.
+        seed: for the record.
+
+    Returns:
+        The result, and what the fleet has written.
+    """
+    conductor = Conductor(scenario=scenario, schedule=schedule, names=injector.names())
+    begin, first = world.wall(), None
+    unhealed: list[str] = []
+    try:
+        world.say(f"{scenario.name}: waiting for a steady state, {scenario.ready_s:g} s at most")
+        while conductor.phase is not Phase.OVER:
+            if world.interruption.why:
+                actions = conductor.stop(f"interrupted by {world.interruption.why}")
+            else:
+                before = conductor.phase
+                actions = conductor.handle(injector.look())
+                if before is Phase.STEADYING and conductor.phase is not before:
+                    first = world.wall()
+                _say_phase(world, conductor, before)
+            for action in actions:
+                _act(action, injector, conductor, world)
+            if conductor.phase is not Phase.OVER:
+                world.sleep(LOOK_S)
+    finally:
+        unhealed += injector.heal_all()
+    end = world.wall()
+    world.say("everything is healed" if not unhealed else f"not healed: {'; '.join(unhealed)}")
+    injector.settle()
+    metrics = injector.metrics()
+    figures = compute_figures(
+        metrics,
+        num_learners=sum(is_learner(name) for name in injector.names()),
+        begin=begin if first is None else first,
+        end=end,
+    )
+    checks = check_all(conductor, figures, injector.sync_interval())
+    verdict = decide(checks, stopped=conductor.stopped, interrupted=bool(world.interruption.why))
+    if unhealed and verdict is Verdict.PASSED:
+        verdict = Verdict.FAILED
+    result = Result(
+        scenario=scenario,
+        injector=injector.name,
+        seed=seed,
+        verdict=verdict,
+        stopped=conductor.stopped,
+        figures=figures,
+        checks=tuple(checks),
+        records=tuple(conductor.records),
+        unhealed=tuple(unhealed),
+        begin=begin if first is None else first,
+        end=end,
+    )
+    return result, metrics
+
+
+def _say_phase(world: World, conductor: Conductor, before: Phase) -> None:
+    if conductor.phase is before:
+        return
+    if conductor.phase is Phase.STRIKING:
+        num_strikes = len(conductor.schedule)
+        world.say(
+            f"the fleet is steady; {num_strikes} strikes in {conductor.scenario.duration_s:g} s"
+        )
+    elif conductor.phase is Phase.SETTLING:
+        world.say(
+            f"no more faults; waiting for recoveries, {conductor.scenario.settle_s:g} s at most"
+        )
+    elif conductor.stopped:
+        world.say(conductor.stopped)
+
+
+def _act(action: Action, injector: Injector, conductor: Conductor, world: World) -> None:
+    record = conductor.records[action.number]
+    try:
+        if isinstance(action, Begin):
+            whom = " from ".join(", ".join(group) for group in action.groups)
+            world.say(f"{record.began_s:6.1f} s  {action.fault.fault} {whom}")
+            injector.begin(action)
+        elif isinstance(action, Arm):
+            world.say(f"         armed: {action.fault.fault} {action.process} at {action.fault.on}")
+            injector.arm(action)
+        elif isinstance(action, Heal):
+            world.say(f"{record.healed_s:6.1f} s  healed: {record.fault.fault}")
+            injector.heal(action.number)
+    except (DilocoError, OSError) as error:
+        message = error.message if isinstance(error, DilocoError) else str(error)
+        world.say(f"         {message}")
+        conductor.failed(action.number, message)

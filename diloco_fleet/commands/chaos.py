@@ -1,0 +1,191 @@
+"""``diloco chaos``: experiments on a fleet: faults, what must hold meanwhile, and a verdict."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, Reason, UsageError
+from diloco_fleet.chaos.scenario import Scenario
+from diloco_fleet.chaos.scenario_file import SHIPPED, load_scenario
+from diloco_fleet.run_files import RUNS_FOLDER, RunFiles
+
+if TYPE_CHECKING:
+    from diloco_fleet.chaos.injector import Injector
+    from diloco_fleet.chaos.result import Result
+    from diloco_fleet.chaos.runner import Interruption, World
+    from diloco_fleet.chaos.schedule import Strike
+
+EXIT_NOT_PASSED: Final = 1
+"""Exit code of a scenario whose verdict is failed or aborted."""
+
+_ALL: Final = "all"
+
+
+@click.group()
+def command() -> None:
+    """Do things to a fleet on purpose, and see what holds."""
+
+
+@command.command("list")
+def list_command() -> None:
+    """List the shipped scenarios with what they show."""
+    width = max(map(len, SHIPPED))
+    for name in SHIPPED:
+        click.echo(f"{name:<{width}}  {load_scenario(name).about}")
+
+
+@command.command("run")
+@click.argument("scenarios", nargs=-1, required=True, metavar="SCENARIO...")
+@click.option("--short", is_flag=True, help="the short form: less than a minute of faults")
+@click.option(
+    "--injector",
+    type=click.Choice(["process", "docker"]),
+    default="process",
+    show_default=True,
+    help="who does the faults: to processes of this machine, or to containers",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="decides every choice")
+@click.option(
+    "--attach",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="run directory, or id below runs/, of a running fleet; else one is started",
+)
+@click.option(
+    "--project",
+    default="decoupled-diloco",
+    show_default=True,
+    help="docker: project of the composed fleet",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="folder of the result [default: runs/chaos-SCENARIO-DATE]",
+)
+def run_command(
+    *,
+    scenarios: tuple[str, ...],
+    short: bool,
+    injector: str,
+    seed: int,
+    attach: Path | None,
+    project: str,
+    out: Path | None,
+) -> int:
+    """Run scenarios, one after the other: names of shipped ones, paths of TOML files, or all.
+
+    A scenario starts a fleet of its own (process), or works on the composed one (docker). It waits
+    for a steady state, does its faults, heals everything, whatever happens, and judges: chaos.json,
+    chaos.md and chaos.png in its folder. Exit code 0 where every verdict is passed, 1 where one is
+    not, 143 where it was interrupted.
+    """
+    names = list(SHIPPED) if scenarios == (_ALL,) else list(scenarios)
+    if attach is not None and injector != "process":
+        raise UsageError(Reason.CONFIG_CONFLICT, "--attach goes with --injector process")
+    if out is not None and len(names) > 1:
+        raise UsageError(Reason.CONFIG_CONFLICT, "--out takes the result of one scenario")
+    loaded = [load_scenario(name, short=short) for name in names]
+    if attach is not None and not attach.exists():
+        attach = RUNS_FOLDER / attach
+    verdicts = []
+    with _interruptible() as interruption:
+        for scenario in loaded:
+            result = _run_one(
+                scenario,
+                injector=injector,
+                seed=seed,
+                attach=attach,
+                project=project,
+                out=out,
+                interruption=interruption,
+            )
+            verdicts.append(f"{scenario.name}: {result.verdict}")
+            if interruption.why:
+                break
+    for line in verdicts if len(loaded) > 1 else ():
+        click.echo(line)
+    if interruption.why:
+        return EXIT_DRAINED
+    passed = all(line.endswith(": passed") for line in verdicts)
+    return EXIT_OK if passed else EXIT_NOT_PASSED
+
+
+def _run_one(
+    scenario: Scenario,
+    *,
+    injector: str,
+    seed: int,
+    attach: Path | None,
+    project: str,
+    out: Path | None,
+    interruption: Interruption,
+) -> Result:
+    """Runs one scenario and writes its result."""
+    # Not at the top: it imports torch, for which `diloco chaos list` does not wait.
+    from diloco_fleet.chaos.injector import refuse_impossible
+    from diloco_fleet.chaos.result import summary_lines, write_result
+    from diloco_fleet.chaos.runner import World, run_scenario
+    from diloco_fleet.chaos.schedule import draw_schedule
+    from diloco_fleet.chaos.timeline import write_timeline
+
+    folder = out or RUNS_FOLDER / f"chaos-{scenario.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    schedule = draw_schedule(scenario, seed)
+    world = World(say=click.echo, interruption=interruption)
+    hands = _make_injector(injector, scenario, schedule, folder, attach, project, world)
+    refuse_impossible(hands, scenario)
+    with hands:
+        result, metrics = run_scenario(scenario, schedule, hands, world, seed=seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_result(folder, result)
+    write_timeline(folder, result, metrics)
+    for line in summary_lines(result):
+        click.echo(line)
+    click.echo(f"result: {folder}")
+    return result
+
+
+def _make_injector(  # noqa: PLR0917 - each is one option
+    name: str,
+    scenario: Scenario,
+    schedule: tuple[Strike, ...],
+    folder: Path,
+    attach: Path | None,
+    project: str,
+    world: World,
+) -> Injector:
+    if name == "docker":
+        from diloco_fleet.chaos.docker_injector import connect
+
+        return connect(project)
+    from diloco_fleet.chaos.process_injector import AttachedInjector, ProcessInjector
+
+    if attach is not None:
+        return AttachedInjector(RunFiles(attach.resolve()))
+    return ProcessInjector(scenario, schedule, folder, os.environ, world.say)
+
+
+@contextmanager
+def _interruptible() -> Iterator[Interruption]:
+    """Ctrl-C, SIGTERM and a closed terminal ask for the end; nothing is left half healed."""
+    from diloco_fleet.chaos.runner import Interruption
+
+    interruption = Interruption()
+
+    def stop(number: int, _: object) -> None:
+        interruption.why = signal.Signals(number).name
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield interruption
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
