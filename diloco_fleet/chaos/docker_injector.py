@@ -288,7 +288,7 @@ class DockerInjector(Injector):
         aliases: dict[str, list[str]] = {}
         for name in one:
             container = self._fleet.container(name)
-            for network_name, settings in _networks(container).items():
+            for network_name, settings in list(_networks(container).items()):
                 if network_name in elsewhere:
                     aliases.setdefault(name, []).extend(settings.get("Aliases") or ())
                     self._take_off(number, container, network_name, settings)

@@ -139,7 +139,7 @@ def check_all(conductor: Conductor, figures: Figures, sync_interval: int) -> lis
         "silent_s": conductor.longest_silence_s,
     }
     checks = check_hypothesis(conductor.scenario.steady, found)
-    return [*checks, *(check for record in conductor.records for check in _strike(record))]
+    return [*checks, *map(check_strike, conductor.records)]
 
 
 _AT_LEAST: Final = frozenset({"uptime", "goodput", "participation"})
@@ -163,23 +163,24 @@ def check_hypothesis(steady: Hypothesis, found: Mapping[str, float | None]) -> l
     return checks
 
 
-def _strike(record: Record) -> list[Check]:
-    """Whether a strike happened, and the fleet was as before within its bound."""
+def check_strike(record: Record) -> Check:
+    """Says whether a strike happened, and the fleet was as before within its bound.
+
+    One that chance drew and that found nobody to strike breaks nothing.
+    """
     name = f"{record.fault.fault} {record.strike.number}"
     bound_s = record.fault.recovery_s
     wanted = f"as before within {bound_s:g} s"
     if record.problem:
-        return [Check(name=name, wanted="happens and is healed", found=record.problem, holds=False)]
+        return Check(name=name, wanted="happens and is healed", found=record.problem, holds=False)
     if record.began_s is None:
+        why = record.held or (f"no {record.strike.on}" if record.strike.on else "it ended before")
         by_chance = record.fault.mtbf_s is not None
-        why = record.held or f"no {record.strike.on}"
-        return [Check(name=name, wanted="happens", found=f"did not: {why}", holds=by_chance)]
+        return Check(name=name, wanted="happens", found=f"did not: {why}", holds=by_chance)
     recovery_s = record.recovery_s
     if recovery_s is None:
-        return [Check(name=name, wanted=wanted, found="is not as before", holds=False)]
-    return [
-        Check(name=name, wanted=wanted, found=f"{recovery_s:.1f} s", holds=recovery_s <= bound_s)
-    ]
+        return Check(name=name, wanted=wanted, found="is not as before", holds=False)
+    return Check(name=name, wanted=wanted, found=f"{recovery_s:.1f} s", holds=recovery_s <= bound_s)
 
 
 def decide(checks: Sequence[Check], *, stopped: str, interrupted: bool) -> Verdict:

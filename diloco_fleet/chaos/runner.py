@@ -69,35 +69,18 @@ def run_scenario(
         The result, and what the fleet has written.
     """
     conductor = Conductor(scenario=scenario, schedule=schedule, names=injector.names())
-    begin, first = world.wall(), None
-    unhealed: list[str] = []
+    begin = world.wall()
     try:
         world.say(f"{scenario.name}: waiting for a steady state, {scenario.ready_s:g} s at most")
-        while conductor.phase is not Phase.OVER:
-            if world.interruption.why:
-                actions = conductor.stop(f"interrupted by {world.interruption.why}")
-            else:
-                before = conductor.phase
-                actions = conductor.handle(injector.look())
-                if before is Phase.STEADYING and conductor.phase is not before:
-                    first = world.wall()
-                _say_phase(world, conductor, before)
-            for action in actions:
-                _act(action, injector, conductor, world)
-            if conductor.phase is not Phase.OVER:
-                world.sleep(LOOK_S)
+        begin = _conduct(conductor, injector, world)
     finally:
-        unhealed += injector.heal_all()
+        unhealed = injector.heal_all()
     end = world.wall()
-    world.say("everything is healed" if not unhealed else f"not healed: {'; '.join(unhealed)}")
+    world.say(f"not healed: {'; '.join(unhealed)}" if unhealed else "everything is healed")
     injector.settle()
     metrics = injector.metrics()
-    figures = compute_figures(
-        metrics,
-        num_learners=sum(is_learner(name) for name in injector.names()),
-        begin=begin if first is None else first,
-        end=end,
-    )
+    num_learners = sum(is_learner(name) for name in injector.names())
+    figures = compute_figures(metrics, num_learners=num_learners, begin=begin, end=end)
     checks = check_all(conductor, figures, injector.sync_interval())
     verdict = decide(checks, stopped=conductor.stopped, interrupted=bool(world.interruption.why))
     if unhealed and verdict is Verdict.PASSED:
@@ -112,10 +95,29 @@ def run_scenario(
         checks=tuple(checks),
         records=tuple(conductor.records),
         unhealed=tuple(unhealed),
-        begin=begin if first is None else first,
+        begin=begin,
         end=end,
     )
     return result, metrics
+
+
+def _conduct(conductor: Conductor, injector: Injector, world: World) -> float:
+    """Conducts to the end; returns the unix time of the steady state, else of the beginning."""
+    begin = world.wall()
+    while conductor.phase is not Phase.OVER:
+        if world.interruption.why:
+            actions = conductor.stop(f"interrupted by {world.interruption.why}")
+        else:
+            before = conductor.phase
+            actions = conductor.handle(injector.look())
+            if before is Phase.STEADYING:
+                begin = world.wall() if conductor.phase is Phase.STRIKING else begin
+            _say_phase(world, conductor, before)
+        for action in actions:
+            _act(action, injector, conductor, world)
+        if conductor.phase is not Phase.OVER:
+            world.sleep(LOOK_S)
+    return begin
 
 
 def _say_phase(world: World, conductor: Conductor, before: Phase) -> None:

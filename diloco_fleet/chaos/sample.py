@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +71,8 @@ class Progress:
     sample: Sample
     merged_at_s: float
     merges: int = 0
-    contributions: Mapping[str, int] = MappingProxyType({})
-    steps: Mapping[str, int] = MappingProxyType({})
+    contributions: Mapping[str, int] = field(default_factory=dict)
+    steps: Mapping[str, int] = field(default_factory=dict)
     events: frozenset[str] = frozenset()
 
 

@@ -112,8 +112,8 @@ def _draw_leader(axes: Axes, result: Result, metrics: RunMetrics) -> None:
     """Who led, by term."""
     terms = leaderships(metrics)
     names = sorted({term.synchronizer for term in terms})
-    ends = [term.time for term in terms[1:]] + [result.end]
-    for term, end in zip(terms, ends, strict=True):
+    ends = [*(term.time for term in terms[1:]), result.end]
+    for term, end in zip(terms, ends, strict=False):
         row = names.index(term.synchronizer)
         span = [(term.time - result.begin, max(end - term.time, 0.0))]
         axes.broken_barh(span, (row - 0.35, 0.7), color=_COLORS[term.term % len(_COLORS)])

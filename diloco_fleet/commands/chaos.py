@@ -132,13 +132,13 @@ def _run_one(
     # Not at the top: it imports torch, for which `diloco chaos list` does not wait.
     from diloco_fleet.chaos.injector import refuse_impossible
     from diloco_fleet.chaos.result import summary_lines, write_result
-    from diloco_fleet.chaos.runner import World, run_scenario
+    from diloco_fleet.chaos.runner import run_scenario
     from diloco_fleet.chaos.schedule import draw_schedule
     from diloco_fleet.chaos.timeline import write_timeline
 
     folder = out or RUNS_FOLDER / f"chaos-{scenario.name}-{datetime.now():%Y%m%d-%H%M%S}"
     schedule = draw_schedule(scenario, seed)
-    world = World(say=click.echo, interruption=interruption)
+    world = _make_world(interruption)
     hands = _make_injector(injector, scenario, schedule, folder, attach, project, world)
     refuse_impossible(hands, scenario)
     with hands:
@@ -170,6 +170,12 @@ def _make_injector(  # noqa: PLR0917 - each is one option
     if attach is not None:
         return AttachedInjector(RunFiles(attach.resolve()))
     return ProcessInjector(scenario, schedule, folder, os.environ, world.say)
+
+
+def _make_world(interruption: Interruption) -> World:
+    from diloco_fleet.chaos.runner import World
+
+    return World(say=click.echo, interruption=interruption)
 
 
 @contextmanager

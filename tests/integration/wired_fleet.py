@@ -6,88 +6,26 @@ another's; the supervisor runs in a thread of the test.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from fault_script import FaultScript
 from fleet_view import PATIENCE_S, FleetView
 
 from diloco_fleet.chaos.proxy import Cut, Link, Proxies, Way
+from diloco_fleet.chaos.wiring import Wiring
 from diloco_fleet.fleet_settings import resolve
 from diloco_fleet.journal import FleetJournal
 from diloco_fleet.local import Bounds, Outcome, Supervisor
 from diloco_fleet.metrics import FLEET
 from diloco_fleet.plan import Plan, make_plan
 from diloco_fleet.prepare import with_corpus, write_run
-from diloco_fleet.process import ProcessSpec, RestartPolicy
+from diloco_fleet.process import RestartPolicy
 from diloco_fleet.run_files import RunFiles
-from diloco_fleet.standby import REDIS, write_standby
-
-_REDIS_VARIABLE = "DILOCO_REDIS"
-
-
-class Wiring:
-    """The links of a fleet, one per pair of who connects and who listens."""
-
-    def __init__(self, proxies: Proxies, plan: Plan) -> None:
-        self._proxies = proxies
-        self._listens = dict(
-            zip((spec.name for spec in plan.synchronizers), plan.addresses, strict=True)
-        )
-        if plan.redis is not None:
-            url = urlsplit(plan.redis.url)
-            self._listens[REDIS] = f"{url.hostname}:{url.port}"
-        self._links: dict[tuple[str, str], Link] = {}
-
-    def wired(self, spec: ProcessSpec) -> ProcessSpec:
-        """The process with links in place of the addresses to which it connects."""
-        command = list(spec.command)
-        flag = "--peers" if spec.name in self._listens else "--address"
-        if flag in command:
-            place = command.index(flag) + 1
-            command[place] = self._replaced(spec.name, command[place])
-        if "--advertise" in command:
-            # What others learn of it must not lead round their links.
-            place = command.index("--advertise") + 1
-            command[place] = self._advertised(spec.name, command[place])
-        environment = dict(spec.environment)
-        if _REDIS_VARIABLE in environment:
-            url = environment[_REDIS_VARIABLE]
-            environment[_REDIS_VARIABLE] = self._replaced(spec.name, url)
-        return dataclasses.replace(spec, command=tuple(command), environment=environment)
-
-    def _advertised(self, name: str, address: str) -> str:
-        """The link by which the other synchronizer gets here."""
-        other = next(x for x in self._listens if x not in {name, REDIS})
-        return self._link(other, name, address).address
-
-    def _link(self, connects: str, listens: str, address: str) -> Link:
-        if (connects, listens) not in self._links:
-            link = self._proxies.link(f"{connects} to {listens}", address)
-            self._links[connects, listens] = link
-        return self._links[connects, listens]
-
-    def _replaced(self, connects: str, text: str) -> str:
-        for listens, address in self._listens.items():
-            if address in text:
-                text = text.replace(address, self._link(connects, listens, address).address)
-        return text
-
-    def between(self, one: str, other: str) -> list[tuple[Link, bool]]:
-        """Links between two processes, each with "the first one connects"."""
-        pairs = (((one, other), True), ((other, one), False))
-        found = [(self._links[pair], up) for pair, up in pairs if pair in self._links]
-        assert found, f"{one} and {other} never connect"
-        return found
-
-    def peers_of(self, process: str) -> set[str]:
-        """Everybody with whom a process has a link."""
-        return {other for pair in self._links if process in pair for other in pair} - {process}
+from diloco_fleet.standby import write_standby
 
 
 class WiredFleet(FleetView):
@@ -156,14 +94,19 @@ class WiredFleet(FleetView):
 
     # -- disturbing -------------------------------------------------------------------------------
 
+    def _between(self, one: str, other: str) -> list[tuple[Link, bool]]:
+        found = self.wiring.between(one, other)
+        assert found, f"{one} and {other} never connect"
+        return found
+
     def cut(self, one: str, other: str, how: Cut = Cut.BLACKHOLE) -> None:
         """Cuts two processes off from one another."""
-        for link, _ in self.wiring.between(one, other):
+        for link, _ in self._between(one, other):
             link.cut(how)
 
     def mute(self, one: str, other: str) -> None:
         """Lets nothing that the first process says get to the other one; it still hears it."""
-        for link, connects in self.wiring.between(one, other):
+        for link, connects in self._between(one, other):
             link.cut(Cut.BLACKHOLE, Way.UP if connects else Way.DOWN)
 
     def isolate(self, process: str, *, but: set[str] | None = None) -> None:
@@ -173,12 +116,12 @@ class WiredFleet(FleetView):
 
     def delay(self, one: str, other: str, seconds: float) -> None:
         """Delays everything between two processes."""
-        for link, _ in self.wiring.between(one, other):
+        for link, _ in self._between(one, other):
             link.delay(seconds)
 
     def heal(self, one: str, other: str) -> None:
         """Ends every disturbance between two processes."""
-        for link, _ in self.wiring.between(one, other):
+        for link, _ in self._between(one, other):
             link.heal()
 
     def reunite(self, process: str) -> None:

@@ -31,6 +31,7 @@ from synchronizer_server.settings import ServerSettings
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+CHAOS = (ROOT / "docs/chaos.md").read_text(encoding="utf-8")
 RESILIENCE = (ROOT / "docs/resilience.md").read_text(encoding="utf-8")
 
 KNOWN = {
@@ -63,10 +64,14 @@ def test_the_readme_names_settings_that_exist_with_values_that_are_accepted():
     ],
 )
 def test_commands_and_flags_of_the_documents_exist(program, group):
-    for text in (README, ARCHITECTURE, RESILIENCE):
+    for text in (README, ARCHITECTURE, RESILIENCE, CHAOS):
         for command, rest in re.findall(rf"(?m)\b{program} ([a-z]+)\b([^\n`|]*)", text):
             found = group.get_command(click.Context(group), command)
             assert found is not None, f"{program} {command}"
+            if isinstance(found, click.Group):
+                within = rest.split()[0]
+                found = found.get_command(click.Context(found), within)
+                assert found is not None, f"{program} {command} {within}"
             flags = {flag for p in found.params for flag in p.opts}
             for flag in re.findall(r"(--[a-z-]+)", rest):
                 assert flag in flags | {"--help"}, f"{program} {command} {flag}"

@@ -1,0 +1,277 @@
+"""What conducts a scenario: when it strikes whom, what counts as recovered, when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from diloco_fleet.chaos.conductor import Action, Arm, Begin, Conductor, Heal, Phase
+from diloco_fleet.chaos.scenario import Fault, FaultKind, Hypothesis, Scenario
+from diloco_fleet.chaos.schedule import draw_schedule
+from tests.fleet.chaos_world import NAMES, World
+
+
+def scenario(*faults: Fault, **more: object) -> Scenario:
+    values = {"duration_s": 30.0, "settle_s": 20.0, "ready_s": 20.0, **more}
+    return Scenario(
+        name="test", about="", steady=Hypothesis(rounds_lost=0), faults=faults, **values
+    )
+
+
+def conducted(world: World, *faults: Fault, **more: object) -> Conductor:
+    chosen = scenario(*faults, **more)
+    return Conductor(scenario=chosen, schedule=draw_schedule(chosen, 0), names=NAMES)
+
+
+def play(
+    conductor: Conductor,
+    world: World,
+    until: Callable[[], bool],
+    act: Callable[[Action], None] = lambda _: None,
+) -> list[Action]:
+    """Lets time pass until something is so; returns what was to be done."""
+    done: list[Action] = []
+    for _ in range(400):
+        for action in conductor.handle(world.sample()):
+            done.append(action)
+            act(action)
+        if until():
+            return done
+        world.sleep(0.5)
+    raise AssertionError(f"it did not come to that: {conductor}")
+
+
+def over(conductor: Conductor) -> Callable[[], bool]:
+    return lambda: conductor.phase is Phase.OVER
+
+
+def kill(who: str = "learner-1", at_s: float = 2.0) -> Fault:
+    return Fault(fault=FaultKind.KILL, who=who, at_s=(at_s,))
+
+
+def freeze(who: str = "learner-1", at_s: float = 2.0, duration_s: float = 4.0) -> Fault:
+    return Fault(fault=FaultKind.FREEZE, who=who, at_s=(at_s,), duration_s=duration_s)
+
+
+def dies(world: World, for_s: float) -> Callable[[Action], None]:
+    def act(action: Action) -> None:
+        if isinstance(action, Begin):
+            world.dead[action.groups[0][0]] = world.now_s + for_s
+
+    return act
+
+
+def test_nothing_happens_before_everybody_has_contributed_and_a_standby_is_in_sync() -> None:
+    world = World(in_sync=False)
+    conductor = conducted(world, kill())
+    for _ in range(20):
+        assert not conductor.handle(world.sample())
+        world.sleep(0.5)
+    assert conductor.phase is Phase.STEADYING
+    world.in_sync = True
+    conductor.handle(world.sample())
+    assert conductor.phase is Phase.STRIKING
+
+
+def test_a_fleet_that_does_not_become_steady_is_not_struck_and_the_reason_is_named() -> None:
+    world = World(away={"learner-2": 1e9})
+    conductor = conducted(world, kill())
+    assert play(conductor, world, over(conductor)) == []
+    assert "learner-2 did not contribute" in conductor.stopped
+
+
+def test_a_killed_learner_has_recovered_when_its_next_life_contributes() -> None:
+    """What its last life pushed and is counted late does not count."""
+    world = World()
+    conductor = conducted(world, kill())
+    play(conductor, world, over(conductor), dies(world, 6.0))
+    [record] = conductor.records
+    assert record.began_s is not None
+    assert record.recovered_s is not None
+    assert record.recovered_s >= record.began_s + 6.0
+    assert record.merging_s is not None
+    assert record.merging_s < record.recovered_s, "the others merged on"
+
+
+def test_a_leader_that_was_killed_is_replaced_in_a_later_term() -> None:
+    """Rounds that its own term still shows do not count; nor does a fleet without a standby."""
+    world = World()
+    conductor = conducted(world, kill("the leader"))
+
+    def act(action: Action) -> None:
+        if isinstance(action, Begin):
+            assert action.groups == (("synchronizer-0",),)
+            world.in_sync = False
+
+    play(conductor, world, lambda: conductor.records[0].began_s is not None, act)
+    record = conductor.records[0]
+    for _ in range(10):
+        world.sleep(0.5)
+        conductor.handle(world.sample())
+    assert record.merging_s is None, "the old term merges on as far as is seen"
+    world.term, world.leader = 2, "synchronizer-1"
+    world.accepted = dict.fromkeys(world.accepted, 0)
+    play(conductor, world, lambda: record.merging_s is not None)
+    assert record.recovered_s is None, "no standby is in sync"
+    world.in_sync = True
+    play(conductor, world, over(conductor))
+    assert record.recovered_s is not None
+
+
+def test_what_lasts_is_healed_in_time_and_recovers_after_that() -> None:
+    world = World()
+    conductor = conducted(world, freeze())
+
+    def act(action: Action) -> None:
+        world.away = {"learner-1": 1e9} if isinstance(action, Begin) else {}
+
+    done = play(conductor, world, over(conductor), act)
+    assert [type(action) for action in done] == [Begin, Heal]
+    [record] = conductor.records
+    assert record.began_s is not None
+    assert record.healed_s == pytest.approx(record.began_s + 4.0, abs=1.0)
+    assert record.recovered_s is not None
+    assert record.recovered_s > record.healed_s
+
+
+def test_what_lasts_beyond_the_end_is_healed_at_the_end() -> None:
+    world = World()
+    conductor = conducted(world, freeze(at_s=25.0, duration_s=500.0))
+    done = play(conductor, world, over(conductor))
+    assert [type(action) for action in done] == [Begin, Heal]
+    assert conductor.records[0].healed_s == pytest.approx(30.0, abs=1.0)
+
+
+def test_stopping_heals_everything_at_once() -> None:
+    world = World()
+    conductor = conducted(world, freeze("learner-0", duration_s=500.0), freeze(duration_s=500.0))
+    play(conductor, world, lambda: all(x.began_s is not None for x in conductor.records))
+    assert sorted(x.number for x in conductor.stop("asked")) == [0, 1]
+    assert conductor.phase is Phase.OVER
+    assert conductor.handle(world.sample()) == []
+
+
+def test_a_random_target_is_never_one_that_is_struck_already() -> None:
+    world = World()
+    faults = [freeze("random learner", at_s=2.0 + i, duration_s=20.0) for i in range(3)]
+    conductor = conducted(world, *faults)
+    done = play(conductor, world, over(conductor))
+    struck = [name for x in done if isinstance(x, Begin) for name in x.groups[0]]
+    assert sorted(struck) == ["learner-0", "learner-1", "learner-2"]
+
+
+def test_a_second_fault_of_synchronizers_waits_until_the_first_is_over() -> None:
+    world = World()
+    conductor = conducted(world, kill("the leader", 2.0), kill("the leader", 3.0))
+
+    def act(action: Action) -> None:
+        if isinstance(action, Begin):
+            world.in_sync, world.term = False, world.term + 1
+            world.leader = "synchronizer-1"
+            world.accepted = dict.fromkeys(world.accepted, 0)
+
+    play(conductor, world, lambda: conductor.records[0].merging_s is not None, act)
+    assert conductor.records[1].began_s is None
+    assert "no standby is in sync" in conductor.records[1].held
+    world.in_sync = True
+    play(conductor, world, lambda: conductor.records[1].began_s is not None, act)
+    assert conductor.records[0].recovered_s is not None
+    assert conductor.records[1].targets == (("synchronizer-1",),)
+
+
+def test_a_partition_cuts_the_first_group_off_from_the_rest() -> None:
+    world = World()
+    cut = Fault(
+        fault=FaultKind.PARTITION,
+        between=("the follower, learner-2", "rest"),
+        at_s=(2.0,),
+        duration_s=5.0,
+    )
+    conductor = conducted(world, cut)
+    done = play(conductor, world, over(conductor))
+    [begin] = [action for action in done if isinstance(action, Begin)]
+    assert begin.groups == (
+        ("synchronizer-1", "learner-2"),
+        ("evaluator", "learner-0", "learner-1", "redis", "synchronizer-0"),
+    )
+
+
+def test_an_event_sets_off_what_waits_for_it() -> None:
+    world = World()
+    after = Fault(fault=FaultKind.KILL, who="learner-0", on="leader-change")
+    conductor = conducted(world, after)
+    play(conductor, world, lambda: world.global_step > 20)
+    assert conductor.records[0].began_s is None
+    world.term, world.accepted = 2, dict.fromkeys(world.accepted, 0)
+    done = play(conductor, world, lambda: conductor.records[0].began_s is not None)
+    assert [type(action) for action in done] == [Begin]
+
+
+def test_a_point_of_the_protocol_is_armed_once_and_struck_when_somebody_gets_there() -> None:
+    world = World()
+    donor = Fault(fault=FaultKind.KILL, who="the donor", on="mid_recovery", first_s=1.0)
+    conductor = conducted(world, donor)
+    done = play(conductor, world, lambda: world.global_step > 20)
+    [arm] = done
+    assert isinstance(arm, Arm)
+    assert arm.process == "learner-*"
+    world.struck[0], world.dead["learner-2"] = "learner-2", world.now_s + 2.0
+    play(conductor, world, over(conductor))
+    [record] = conductor.records
+    assert record.targets == (("learner-2",),)
+    assert record.recovered_s is not None
+
+
+def test_a_standstill_aborts_and_heals() -> None:
+    from diloco_fleet.chaos.scenario import AbortWhen
+
+    world = World()
+    conductor = conducted(
+        world, freeze(duration_s=500.0), abort=AbortWhen(without_merging_s=5.0), duration_s=100.0
+    )
+
+    def act(_: Action) -> None:
+        world.merging = False
+
+    done = play(conductor, world, over(conductor), act)
+    assert "stood still" in conductor.stopped
+    assert [type(action) for action in done] == [Begin, Heal]
+
+
+def test_a_fleet_that_ends_is_noticed() -> None:
+    world = World()
+    conductor = conducted(world, kill())
+    play(conductor, world, lambda: conductor.phase is Phase.STRIKING)
+    world.ended = "run failed"
+    conductor.handle(world.sample())
+    assert conductor.phase is Phase.OVER
+    assert "run failed" in conductor.stopped
+
+
+def test_who_is_given_up_without_being_struck_is_counted() -> None:
+    """A learner with a slow link has to stay; one that was frozen may go."""
+    world = World()
+    slow = Fault(
+        fault=FaultKind.BANDWIDTH, who="learner-0", mbit_per_s=10, at_s=(2.0,), duration_s=5.0
+    )
+    conductor = conducted(world, slow, freeze())
+
+    def act(action: Action) -> None:
+        if isinstance(action, Begin):
+            world.states[action.groups[0][0]] = "gone"
+
+    play(conductor, world, over(conductor), act)
+    assert conductor.expired == {"learner-0"}
+
+
+def test_the_longest_standstill_is_measured_from_the_steady_state_on() -> None:
+    world = World()
+    conductor = conducted(world, kill())
+    play(conductor, world, lambda: conductor.phase is Phase.STRIKING)
+    world.merging = False
+    start_s = world.now_s
+    play(conductor, world, lambda: world.now_s > start_s + 6.0)
+    world.merging = True
+    play(conductor, world, over(conductor))
+    assert conductor.longest_without_merging_s == pytest.approx(6.5, abs=1.5)

@@ -1,0 +1,220 @@
+"""Running a scenario: what is begun is healed, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from decoupled_diloco.errors import Reason, UsageError
+from diloco_fleet.chaos.injector import refuse_impossible
+from diloco_fleet.chaos.judge import Verdict
+from diloco_fleet.chaos.result import Result
+from diloco_fleet.chaos.runner import Interruption, World, run_scenario
+from diloco_fleet.chaos.scenario import Fault, FaultKind, Hypothesis, Scenario
+from diloco_fleet.chaos.schedule import draw_schedule
+from diloco_fleet.commands import chaos
+from tests.fleet.chaos_world import World as Fleet
+from tests.fleet.chaos_world import WorldInjector
+
+
+def scenario(*faults: Fault) -> Scenario:
+    return Scenario(
+        name="test", about="", duration_s=30.0, settle_s=20.0, steady=Hypothesis(expired=0),
+        faults=faults,
+    )  # fmt: skip
+
+
+FREEZE = Fault(fault=FaultKind.FREEZE, who="learner-1", at_s=(2.0,), duration_s=500.0)
+KILL = Fault(fault=FaultKind.KILL, who="random learner", at_s=(2.0, 12.0))
+EMPTY = Fault(fault=FaultKind.REDIS_EMPTY, at_s=(2.0,))
+
+
+def run(
+    injector: WorldInjector,
+    *faults: Fault,
+    on_line: Callable[[str, Interruption], None] = lambda _line, _interruption: None,
+) -> tuple[Result, list[str]]:
+    interruption, said = Interruption(), []
+
+    def say(line: str) -> None:
+        said.append(line)
+        on_line(line, interruption)
+
+    chosen = scenario(*faults)
+    world = World(say=say, sleep=injector.world.sleep, interruption=interruption)
+    result, _ = run_scenario(chosen, draw_schedule(chosen, 0), injector, world, seed=0)
+    return result, said
+
+
+@pytest.fixture
+def injector() -> WorldInjector:
+    return WorldInjector(Fleet())
+
+
+def test_a_fleet_that_holds_passes(injector: WorldInjector) -> None:
+    result, said = run(injector, KILL)
+    assert result.verdict is Verdict.PASSED, said
+    assert list(result.recovery_s) == ["kill 0", "kill 1"]
+    assert injector.done[-2:] == ["heal all", "settle"]
+
+
+def test_what_lasts_is_healed_at_the_end(injector: WorldInjector) -> None:
+    result, _ = run(injector, FREEZE)
+    assert injector.done == ["freeze learner-1", "heal", "heal all", "settle"]
+    assert result.verdict is Verdict.PASSED
+
+
+def test_an_interruption_heals_at_once_and_is_no_verdict(injector: WorldInjector) -> None:
+    def interrupt(line: str, interruption: Interruption) -> None:
+        if "freeze learner-1" in line:
+            interruption.why = "SIGTERM"
+
+    result, _ = run(injector, FREEZE, on_line=interrupt)
+    assert result.verdict is Verdict.INTERRUPTED
+    assert "SIGTERM" in result.stopped
+    assert injector.done == ["freeze learner-1", "heal", "heal all", "settle"]
+    assert not injector.open
+
+
+def test_a_runner_that_fails_half_way_heals_first(injector: WorldInjector) -> None:
+    def blind(line: str, _: Interruption) -> None:
+        injector.broken = injector.broken or "freeze learner-1" in line
+
+    with pytest.raises(OSError, match="the eye is broken"):
+        run(injector, FREEZE, on_line=blind)
+    assert injector.done == ["freeze learner-1", "heal all"]
+    assert not injector.open
+
+
+def test_a_fault_that_cannot_be_done_after_all_fails_and_the_rest_goes_on(
+    injector: WorldInjector,
+) -> None:
+    result, _ = run(injector, EMPTY, KILL)
+    assert result.verdict is Verdict.FAILED
+    assert [check.found for check in result.checks if not check.holds] == ["Redis is not there"]
+    assert sum(line.startswith("kill") for line in injector.done) == 2
+
+
+def test_what_cannot_be_healed_is_said_and_never_passes(injector: WorldInjector) -> None:
+    injector.stubborn = {0}
+    result, said = run(injector, FREEZE)
+    assert result.verdict is Verdict.FAILED
+    assert result.unhealed == ("strike 0",)
+    assert any("not healed: strike 0" in line for line in said)
+
+
+def test_what_cannot_be_done_is_refused_before_anything_begins(injector: WorldInjector) -> None:
+    lost = Fault(fault=FaultKind.LOSS, who="learner-1", share=0.1, at_s=(2.0,), duration_s=5.0)
+    with pytest.raises(UsageError, match="cannot do it: a world loses no packets") as caught:
+        refuse_impossible(injector, scenario(lost))
+    assert caught.value.reason is Reason.FAULT_IMPOSSIBLE
+    ghost = Fault(fault=FaultKind.KILL, who="learner-9", at_s=(2.0,))
+    with pytest.raises(UsageError, match="no learner-9") as caught:
+        refuse_impossible(injector, scenario(ghost))
+    assert caught.value.reason is Reason.TARGET_NOT_FOUND
+    refuse_impossible(injector, scenario(KILL, FREEZE, EMPTY))
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+GOOD = """
+about = "a learner dies"
+duration_s = 30
+[steady]
+expired = 0
+[[faults]]
+fault = "kill"
+who = "learner-1"
+at_s = [2]
+"""
+
+
+@pytest.fixture
+def at_world(monkeypatch: pytest.MonkeyPatch, injector: WorldInjector) -> WorldInjector:
+    """The command works on a world of a few numbers."""
+    monkeypatch.setattr(chaos, "_make_injector", lambda *_: injector)
+
+    def make_world(interruption: Interruption) -> World:
+        return World(
+            say=click.echo,
+            sleep=injector.world.sleep,
+            interruption=interruption,
+        )
+
+    monkeypatch.setattr(chaos, "_make_world", make_world)
+    return injector
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(chaos.command, arguments, standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return result.return_value, result.output
+
+
+def test_the_command_writes_the_result_and_its_exit_code_is_the_verdict(
+    at_world: WorldInjector, tmp_path: Path
+) -> None:
+    file, out = tmp_path / "mine.toml", tmp_path / "out"
+    file.write_text(GOOD)
+    code, output = invoke("run", str(file), "--out", str(out))
+    assert code == 0, output
+    assert {path.name for path in out.iterdir()} == {"chaos.json", "chaos.md", "chaos.png"}
+    assert json.loads((out / "chaos.json").read_text())["verdict"] == "passed"
+    file.write_text(GOOD.replace("expired = 0", "participation = 0.5"))
+    code, output = invoke("run", str(file), "--out", str(out))
+    assert code == 1, "a figure that cannot be told does not hold"
+    assert "BROKEN  participation" in output
+
+
+def test_signals_end_the_command_as_interrupted(at_world: WorldInjector, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD)
+    before = signal.getsignal(signal.SIGTERM)
+    sleep = at_world.world.sleep
+
+    def interrupted(seconds: float) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        sleep(seconds)
+
+    at_world.world.sleep = interrupted  # type: ignore[method-assign]
+    code, output = invoke("run", str(file), "--out", str(tmp_path / "out"))
+    assert code == 143
+    assert "interrupted by SIGTERM" in output
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_all_scenarios_are_known_by_one_word(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--out takes the result of one scenario"):
+        invoke("run", "all", "--out", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "leader-kil"], ["did you mean leader-kill?"]),
+        (["run", "learner-kill", "--attach", "no-such-run"], ["RUN_NOT_FOUND", "no-such-run"]),
+        (["run", "learner-kill", "--attach", "x", "--injector", "docker"], ["--attach"]),
+        (["run"], ["SCENARIO"]),
+    ],
+)
+def test_mistakes_are_one_line_with_exit_code_64(
+    arguments: list[str], words: list[str], tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco_fleet.cli", "chaos", *arguments],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=150,
+    )  # fmt: skip
+    assert done.returncode == 64, done.stderr
+    [line] = done.stderr.splitlines()
+    for word in words:
+        assert word in line
+    assert not list(tmp_path.iterdir())
