@@ -32,7 +32,6 @@ from typing import Any, Final, TypeVar
 from decoupled_diloco.config import refuse_unknown
 from decoupled_diloco.errors import Reason, UsageError
 from diloco_fleet.chaos.scenario import AbortWhen, Fault, FleetShape, Hypothesis, Scenario
-from diloco_fleet.fleet_settings import SECTIONS
 
 T = TypeVar("T")
 Table = dict[str, Any]
@@ -42,6 +41,9 @@ SHIPPED: Final = (
     "slow-link", "straggler", "everything",
 )  # fmt: skip
 """Names of the shipped scenarios, in the order in which all of them are run."""
+
+SECTIONS: Final = ("run", "trainer", "fleet")
+"""Those of the settings of a fleet, without importing them, which takes seconds."""
 
 _MAX_BYTES: Final = 1 << 20
 _SHORT: Final = "short"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -204,6 +205,7 @@ def test_all_scenarios_are_known_by_one_word(tmp_path: Path) -> None:
         (["run", "learner-kill", "--attach", "no-such-run"], ["RUN_NOT_FOUND", "no-such-run"]),
         (["run", "learner-kill", "--attach", "x", "--injector", "docker"], ["--attach"]),
         (["run"], ["SCENARIO"]),
+        (["run", "leader-kill", "--injector", "docker"], ["ENGINE_UNAVAILABLE", "start it"]),
     ],
 )
 def test_mistakes_are_one_line_with_exit_code_64(
@@ -212,6 +214,7 @@ def test_mistakes_are_one_line_with_exit_code_64(
     done = subprocess.run(
         [sys.executable, "-m", "diloco_fleet.cli", "chaos", *arguments],
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=150,
+        env={**os.environ, "DOCKER_HOST": f"unix://{tmp_path}/no-engine.sock"},
     )  # fmt: skip
     assert done.returncode == 64, done.stderr
     [line] = done.stderr.splitlines()

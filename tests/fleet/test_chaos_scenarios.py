@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.errors import EXIT_USAGE, DilocoError, Reason, UsageError
+from diloco_fleet import fleet_settings
 from diloco_fleet.chaos import scenario_file
 from diloco_fleet.chaos.own_fleet import resolve_shape
 from diloco_fleet.chaos.scenario import FaultKind, Scenario
@@ -110,6 +111,10 @@ def test_an_unknown_scenario_is_refused_with_the_nearest_name(tmp_path: Path) ->
     with pytest.raises(UsageError, match="cannot be read") as caught:
         load_scenario(str(tmp_path / "none.toml"))
     assert caught.value.reason is Reason.CONFIG_INVALID
+
+
+def test_sections_of_settings_are_those_of_diloco_run() -> None:
+    assert tuple(fleet_settings.SECTIONS) == scenario_file.SECTIONS
 
 
 def test_settings_of_the_fleet_are_those_of_diloco_run() -> None:
