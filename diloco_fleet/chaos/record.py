@@ -26,6 +26,7 @@ class _Baseline:
     term: int
     led: bool
     in_sync: bool
+    lease_held: bool
     renewed: set[str] = field(default_factory=set)
 
 
@@ -40,7 +41,8 @@ class Record:
         began_s: when it struck.
         healed_s: when it was over.
         recovered_s: when the fleet was as before: the global step rises, in a later term where who
-            led was struck; who was struck is there, and contributes; a standby is in sync.
+            led was struck; who was struck is there, and contributes; a standby is in sync and the
+            lease is held.
         merging_s: when the global step rose again.
         held: why it struck later than planned; empty where it did not.
         problem: why it did not happen, or could not be healed.
@@ -92,6 +94,7 @@ class Record:
             term=sample.term,
             led=sample.leader in self.affected,
             in_sync=sample.in_sync,
+            lease_held=sample.lease_held,
         )
         if self.fault.at_once:
             self.healed_s = now_s
@@ -114,7 +117,8 @@ class Record:
             self.merging_s = now_s
         learners = [name for name in self.affected if is_learner(name) and name in base.live]
         back = [self._contributes(name, base, seen) for name in learners]
-        whole = seen.sample.in_sync or not base.in_sync
+        in_sync = seen.sample.in_sync or not base.in_sync
+        whole = in_sync and (seen.sample.lease_held or not base.lease_held)
         there = self.affected <= seen.sample.running
         if self.merging_s is not None and all(back) and whole and there:
             self.recovered_s = now_s

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.fault_points import FaultPoint
-from diloco_fleet.chaos.targets import DONOR, REST, check_target
+from diloco_fleet.chaos.targets import DONOR, REDIS, REST, check_target, speaks_of_synchronizers
 
 _LONGEST_S: Final = 7 * 86400.0
 
@@ -157,6 +157,10 @@ class Fault:
                 raise _wrong(where, f"who is {self.who!r}, but it strikes nobody by name")
         elif not self.who:
             raise _wrong(where, "who is missing: the leader, random learner, learner-0, ...")
+        elif self.fault is FaultKind.DISK_FULL and not speaks_of_synchronizers(self.who):
+            raise _wrong(where, f"who is {self.who!r}, but only synchronizers have a store")
+        elif self.fault is FaultKind.CLOCK_SKEW and self.who == REDIS:
+            raise _wrong(where, "the clock of Redis is its own, and cannot be set wrong here")
         if self.who == DONOR and self.on != str(FaultPoint.MID_RECOVERY):
             raise _wrong(where, 'there is a donor within a recovery alone: on = "mid_recovery"')
         if self.at_point and self.who.startswith("every "):
@@ -314,8 +318,6 @@ class Scenario:
         _check_range(where, "duration_s", self.duration_s, 1.0, _LONGEST_S)
         _check_range(where, "ready_s", self.ready_s, 1.0, _LONGEST_S)
         _check_range(where, "settle_s", self.settle_s, 1.0, _LONGEST_S)
-        if not self.faults:
-            raise _wrong(where, "it has no fault")
         for fault in self.faults:
             late = [moment for moment in (*fault.at_s, fault.first_s) if moment >= self.duration_s]
             if late:

@@ -105,8 +105,10 @@ def parse_scenario(text: str, name: str, *, where: str, short: bool = False) -> 
             f"{where}: it has no end: give duration_s, the seconds within which faults begin",
         )
     faults = document.pop("faults", [])
-    if not isinstance(faults, list):
-        raise UsageError(Reason.CONFIG_INVALID, f"{where}: faults must be tables: [[faults]]")
+    if not isinstance(faults, list) or not faults:
+        raise UsageError(
+            Reason.CONFIG_INVALID, f"{where}: it has no fault; faults are tables: [[faults]]"
+        )
     values: Table = {key: document[key] for key in _TOP if key in document}
     for key, cls in (("steady", Hypothesis), ("abort", AbortWhen)):
         if key in document or key == "steady":

@@ -26,13 +26,14 @@ LEARNER: Final = "learner"
 LEADER: Final = "the leader"
 FOLLOWER: Final = "the follower"
 DONOR: Final = "the donor"
+REDIS: Final = "redis"
 REST: Final = "rest"
 """In a partition: everybody who is not in the other group."""
 
 _ROLES: Final = (LEARNER, "synchronizer")
 _NAMED: Final = re.compile(r"(learner-\d+|synchronizer(-\d+)?|redis)")
 _WORDS: Final = (
-    LEADER, FOLLOWER, DONOR, "redis", "learner-0", "synchronizer-0",
+    LEADER, FOLLOWER, DONOR, REDIS, "learner-0", "synchronizer-0",
     *(f"{how} {role}" for how in ("random", "every") for role in _ROLES),
 )  # fmt: skip
 
@@ -48,6 +49,12 @@ def check_target(target: str, where: str) -> None:
     near = difflib.get_close_matches(target, _WORDS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(_WORDS)}"
     raise UsageError(Reason.CONFIG_INVALID, f"{where}: nobody is called {target!r}; {hint}")
+
+
+def speaks_of_synchronizers(target: str) -> bool:
+    """Whether a target can be nobody but a synchronizer."""
+    role = target.rpartition(" ")[2]
+    return target in {LEADER, FOLLOWER} or is_synchronizer(role)
 
 
 def is_learner(name: str) -> bool:

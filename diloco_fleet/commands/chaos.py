@@ -169,6 +169,10 @@ def _make_injector(  # noqa: PLR0917 - each is one option
 
     if attach is not None:
         return AttachedInjector(RunFiles(attach.resolve()))
+    if folder.exists():
+        raise UsageError(
+            Reason.CONFIG_CONFLICT, f"{folder} already exists; choose another --out", path=folder
+        )
     return ProcessInjector(scenario, schedule, folder, os.environ, world.say)
 
 

@@ -205,6 +205,7 @@ def test_all_scenarios_are_known_by_one_word(tmp_path: Path) -> None:
         (["run", "learner-kill", "--attach", "no-such-run"], ["RUN_NOT_FOUND", "no-such-run"]),
         (["run", "learner-kill", "--attach", "x", "--injector", "docker"], ["--attach"]),
         (["run"], ["SCENARIO"]),
+        (["run", "learner-kill", "--out", "."], ["already exists", "--out"]),
         (["run", "leader-kill", "--injector", "docker"], ["ENGINE_UNAVAILABLE", "start it"]),
     ],
 )

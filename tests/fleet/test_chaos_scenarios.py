@@ -88,6 +88,7 @@ def test_the_short_form_replaces_keys() -> None:
         (changed("at_s = [10, 20]", 'on = "leader-chang"'), ["leader-change"]),
         (changed('"kill"', '"freeze"'), ["duration_s is missing"]),
         (changed('"kill"', '"partition"'), ["two groups"]),
+        (changed('"kill"', '"disk-full"\nduration_s = 3'), ["only synchronizers have a store"]),
         (changed('"kill"', '"latency"\nduration_s = 3'), ["delay_s is missing"]),
         (changed('"kill"', '"kill"\nmbit_per_s = 3'), ["mbit_per_s", "no use"]),
         (changed("rounds_lost = 0\n", ""), ["no query"]),
