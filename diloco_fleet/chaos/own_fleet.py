@@ -26,6 +26,12 @@ from diloco_fleet.process import RestartPolicy
 from diloco_fleet.run_files import RunFiles, hold_run
 from diloco_fleet.standby import write_standby
 
+_OWN: Final = {
+    "run": frozenset({"num_learners", "total_global_steps", "run_id"}),
+    "fleet": frozenset({"standby"}),
+}
+"""Settings that are not a scenario's to choose, by section."""
+
 _RESTARTS: Final = 1_000_000
 _RESTART_WAIT_S: Final = 1.0
 _LOOK_S: Final = 0.2
@@ -43,12 +49,11 @@ def resolve_shape(shape: FleetShape, run_id: str, environ: Mapping[str, str]) ->
         "total_global_steps": 0,
         "run_id": run_id,
     }
-    for section, values in shape.settings.items():
-        twice = [name for name in values if name in flags]
-        if twice:
+    for section, own in _OWN.items():
+        for name in own.intersection(shape.settings.get(section, ())):
             raise UsageError(
                 Reason.CONFIG_CONFLICT,
-                f"[fleet.{section}]: {twice[0]} is the scenario's own; see learners and standby",
+                f"[fleet.{section}]: {name} is the scenario's own; see learners and standby",
             )
     text = "\n".join(
         f"[{section}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in values.items())

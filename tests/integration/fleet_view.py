@@ -238,10 +238,10 @@ class FleetView(ABC):
 
     def pids(self) -> set[int]:
         """Every process on this machine that works on this run directory, ``diloco run`` too."""
-        return set(_pids_naming(str(self.files.root)))
+        return set(pids_naming(str(self.files.root)))
 
 
-def _pids_naming(word: str) -> Iterator[int]:
+def pids_naming(word: str) -> Iterator[int]:
     """Processes with a word in their command line or that work below a folder of that name.
 
     A zombie has neither; a redis-server writes a command line of its own.

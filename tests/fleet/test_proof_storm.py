@@ -1,0 +1,44 @@
+"""What the proof of the storm reads off its runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.proofs.storm import loss_at, loss_by_tokens, scenario
+from diloco_fleet.chaos.own_fleet import resolve_shape
+from diloco_fleet.chaos.schedule import draw_schedule
+from diloco_fleet.metrics import Evaluation, RunMetrics, Step
+
+
+def step(time: float) -> Step:
+    return Step(
+        time=time, global_step=0, loss=1.0, num_tokens=10, step_s=1.0, overhead_s=0.0, life=0
+    )
+
+
+def test_a_loss_belongs_to_the_tokens_of_all_learners_until_then() -> None:
+    metrics = RunMetrics(
+        steps={"learner-0": (step(1.0), step(2.0)), "learner-1": (step(1.5),)},
+        evaluations=tuple(
+            Evaluation(time=time, global_step=0, loss=loss)
+            for time, loss in ((0.5, 5.0), (1.7, 4.0), (9.0, 3.0))
+        ),
+    )
+    assert loss_by_tokens(metrics) == [(0.0, 5.0), (20.0, 4.0), (30.0, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "loss"),
+    [(0.0, 5.0), (10.0, 4.5), (20.0, 4.0), (25.0, 3.5), (30.0, 3.0), (99.0, 3.0)],
+)
+def test_between_evaluations_a_loss_is_interpolated(tokens: float, loss: float) -> None:
+    assert loss_at([(0.0, 5.0), (20.0, 4.0), (30.0, 3.0)], tokens) == pytest.approx(loss)
+
+
+def test_the_fleet_that_is_left_alone_differs_in_nothing_but_the_kills() -> None:
+    storm = scenario("storm", mtbf_s=20.0, seconds=600.0, learners=4, pace=0.2)
+    quiet = scenario("quiet", mtbf_s=None, seconds=600.0, learners=4, pace=0.2)
+    assert storm.fleet == quiet.fleet
+    assert resolve_shape(storm.fleet, "storm", {}).trainer.value.total_global_steps == 1_000_000
+    assert draw_schedule(quiet, 0) == ()
+    assert 15 <= len(draw_schedule(storm, 0)) <= 45
