@@ -69,7 +69,9 @@ def scenario(
 
 
 def kills(mtbf_s: float) -> Fault:
-    return Fault(fault=FaultKind.KILL, who="random learner", mtbf_s=mtbf_s, recovery_s=120.0)
+    return Fault(
+        fault=FaultKind.KILL, who="random learner", mtbf_s=mtbf_s, spare=1, recovery_s=120.0
+    )
 
 
 def play(

@@ -217,8 +217,9 @@ class Conductor:
         return list(resolve_target(who, free, self._seen.sample.leader, pick)) or [""]
 
     def _down(self) -> frozenset[str]:
-        """Everybody whom a strike that is not over keeps from working."""
-        return frozenset(name for record in self._open() for name in record.affected)
+        """Everybody who was struck and is not as before."""
+        pending = [record for record in self.records if record.is_open or record.is_pending]
+        return frozenset(name for record in pending for name in record.affected)
 
     def _groups(self, record: Record) -> tuple[tuple[str, ...], ...]:
         fault, pick = record.fault, record.strike.pick
@@ -239,6 +240,11 @@ class Conductor:
         """Why a strike has to wait: the promise is about one fault of the leadership at a time."""
         if not all(groups):
             return f"nobody to strike: {fault.who or ' | '.join(fault.between)}"
+        struck = {name for group in groups[:1] for name in group}
+        left = self._seen.sample.running - self._down() - struck
+        num_left = sum(map(is_learner, left))
+        if num_left < fault.spare:
+            return f"{num_left} learners would be left at work, and {fault.spare} are to be spared"
         touches = any(not is_learner(name) for group in groups[:1] for name in group)
         if touches and self._has_standby:
             if not self._seen.sample.in_sync:

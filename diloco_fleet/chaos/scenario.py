@@ -98,6 +98,7 @@ class Fault:
         mtbf_s: mean time between two of them, drawn anew after each (exponential).
         on: an `Event`, or a point of the protocol.
         first_s: with ``mtbf_s``: none earlier than this.
+        spare: it waits while fewer learners than that would be left at work.
         duration_s: from striking to healing; for faults that last.
         delay_s: of latency, each way.
         mbit_per_s: of bandwidth, each way, shared by all connections.
@@ -113,6 +114,7 @@ class Fault:
     mtbf_s: float | None = None
     on: str = ""
     first_s: float = 0.0
+    spare: int = 0
     duration_s: float | None = None
     delay_s: float | None = None
     mbit_per_s: float | None = None
@@ -181,6 +183,7 @@ class Fault:
             raise _wrong(where, f"on is {self.on!r}; one of {', '.join([*Event, *sorted(POINTS)])}")
         if self.at_point and self.fault not in {FaultKind.KILL, FaultKind.FREEZE}:
             raise _wrong(where, "at a point of the protocol a process is killed or frozen")
+        _check_range(where, "spare", self.spare, 0, 1_000_000)
         _check_range(where, "first_s", self.first_s, 0.0, _LONGEST_S)
         _check_range(where, "recovery_s", self.recovery_s, 0.1, _LONGEST_S)
 

@@ -161,6 +161,23 @@ def test_a_random_target_is_never_one_that_is_struck_already() -> None:
     assert sorted(struck) == ["learner-0", "learner-1", "learner-2"]
 
 
+def test_learners_are_spared_until_others_are_back() -> None:
+    world = World()
+    faults = [
+        Fault(
+            fault=FaultKind.FREEZE, who="random learner", at_s=(2.0 + i,), duration_s=8.0, spare=2
+        )
+        for i in range(2)
+    ]
+    conductor = conducted(world, *faults)
+    play(conductor, world, over(conductor))
+    first, second = conductor.records
+    assert "are to be spared" in second.held
+    assert first.recovered_s is not None
+    assert second.began_s is not None
+    assert second.began_s >= first.recovered_s
+
+
 def test_a_second_fault_of_synchronizers_waits_until_the_first_is_over() -> None:
     world = World()
     conductor = conducted(world, kill("the leader", 2.0), kill("the leader", 3.0))
