@@ -11,6 +11,7 @@ from typing import Final
 from diloco_fleet.chaos.conductor import Conductor, Phase
 from diloco_fleet.chaos.record import Record
 from diloco_fleet.chaos.scenario import Hypothesis
+from diloco_fleet.goodput import clip, length, stepping_intervals, union
 from diloco_fleet.metrics import RunMetrics
 from diloco_fleet.report import Report, compute_report
 
@@ -32,8 +33,8 @@ class Figures:
 
     Attributes:
         window_s: how long that was.
-        goodput: see ``goodput.measure_stepping``.
-        uptime: see ``goodput.measure_stepping``.
+        goodput: share of this time, over all learners, that was spent in inner steps.
+        uptime: share of this time in which some learner was in an inner step.
         participation: contributors over live learners.
         measured_h: inner steps between two merges of one fragment.
         rounds: committed rounds on the final lineage.
@@ -85,11 +86,16 @@ def compute_figures(metrics: RunMetrics, *, num_learners: int, begin: float, end
             ),
         )
     whole = _report(metrics, num_learners)
+    # Steps that only ended after this time were under way in it.
+    window = (begin, end)
+    stepping = [clip(stepping_intervals(x), window) for x in metrics.steps.values()]
+    window_s = max(end - begin, 1e-9)
+    covered_s = length(union([span for spans in stepping for span in spans]))
     inside = _report(_within(metrics, begin, end), num_learners)
     return Figures(
         window_s=end - begin,
-        goodput=inside.goodput,
-        uptime=inside.uptime,
+        goodput=sum(map(length, stepping)) / (num_learners * window_s) if stepping else None,
+        uptime=covered_s / window_s if stepping else None,
         participation=inside.participation,
         measured_h=inside.measured_h,
         rounds=inside.rounds,
