@@ -30,6 +30,7 @@ MAX_TERM: Final = 2**50
 Script = Callable[[Sequence[str], Sequence[str | int]], Coroutine[Any, Any, object]]
 """Runs a script with keys and arguments; the answer is not checked yet."""
 
+_BROKEN: Final = "the handler is closed"
 _INCARNATION: Final = re.compile(rb"(\d{1,16})\.(\d{1,16})")
 _NUMBER: Final = re.compile(rb"\d{1,18}")
 _MALFORMED: Final = re.compile(r"MALFORMED (\w+)")
@@ -171,6 +172,11 @@ class RedisClient:
             raise self._unavailable(f"no answer within {self._timeout_s} s") from error
         except (redis_errors.RedisError, OSError) as error:
             raise self._unavailable(str(error)) from error
+        except RuntimeError as error:
+            # So says uvloop where a connection has broken since the last look at it.
+            if _BROKEN not in str(error):
+                raise
+            raise self._unavailable("its connection broke") from error
 
     def _unavailable(self, why: str) -> DilocoError:
         return DilocoError(

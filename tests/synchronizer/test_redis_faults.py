@@ -15,6 +15,7 @@ import pytest
 
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.versions import Incarnation
+from synchronizer_server.membership.redis_client import RedisClient
 from tests.synchronizer.keepers import CALLS, Process, process_at, prolong, take, until
 from tests.synchronizer.redis_server import RedisServer, free_port, running_redis
 
@@ -112,6 +113,27 @@ async def test_a_redis_that_is_killed_with_calls_under_way_ends_them(tmp_path: P
 
 
 @pytest.mark.asyncio
+async def test_a_connection_that_uvloop_finds_broken_is_a_redis_that_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its RuntimeError is no fault of ours: it must not end a leader; any other one is."""
+    client = RedisClient("127.0.0.1:1", "run")
+    why = "unable to perform operation on <TCPTransport closed=True>; the handler is closed"
+
+    async def broken(_: str) -> None:
+        raise RuntimeError(why)
+
+    monkeypatch.setattr(client._redis, "get", broken)
+    with pytest.raises(DilocoError, match="its connection broke") as caught:
+        await client.get("term")
+    assert caught.value.reason is Reason.MEMBERSHIP_UNAVAILABLE
+    why = "something else"
+    with pytest.raises(RuntimeError, match="something else"):
+        await client.get("term")
+    await client.aclose()
+
+
+@pytest.mark.asyncio
 async def test_a_frozen_redis_hangs_no_call_and_serves_again_after(tmp_path: Path) -> None:
     with running_redis(tmp_path) as server:
         async with process_at(server.address, timeout_s=SHORT_S) as process:
@@ -191,6 +213,7 @@ async def test_a_redis_that_restarts_empty_is_told_everything_again(tmp_path: Pa
 
 HOLDER = """
 import asyncio
+from synchronizer_server.membership.redis_client import RedisClient
 from tests.synchronizer.keepers import process_at, prolong, take
 
 async def main():
