@@ -7,7 +7,8 @@ Phases: ``steadying`` until every planned learner contributes (and a standby is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -101,6 +102,7 @@ class Conductor:
     longest_without_merging_s: float = 0.0
     progress: Progress | None = None
     _zero_s: float = 0.0
+    _restarts: Mapping[str, int] = field(default_factory=dict)
     _started_s: float | None = None
     _settling_s: float = 0.0
     _armed: set[int] = field(default_factory=set)
@@ -113,6 +115,21 @@ class Conductor:
     def zero_s(self) -> float:
         """When the fleet was steady, by the clock of the samples."""
         return self._zero_s
+
+    @property
+    def crashes(self) -> dict[str, int]:
+        """How often each process was started again though nothing had ended it."""
+        planned = Counter(
+            name
+            for record in self.records
+            if record.began_s is not None and record.fault.at_once and not record.problem
+            for name in record.affected
+        )
+        now = self._seen.sample.restarts if self.progress is not None else {}
+        counts = {
+            name: count - self._restarts.get(name, 0) - planned[name] for name, count in now.items()
+        }
+        return {name: count for name, count in counts.items() if count > 0}
 
     def handle(self, sample: Sample) -> list[Action]:
         """Takes one more sample; returns what is to be done now."""
@@ -166,6 +183,7 @@ class Conductor:
         missing = [name for name in learners if not seen.contributions.get(name)]
         if not missing and seen.merges and (seen.sample.in_sync or not self._has_standby):
             self.phase, self._zero_s = Phase.STRIKING, at_s
+            self._restarts = seen.sample.restarts
             return
         assert self._started_s is not None
         if at_s - self._started_s > self.scenario.ready_s:

@@ -92,6 +92,12 @@ class ComposedFleet:
         ids = {container.id for container in found}
         return [name for name, container in self._containers.items() if container.id in ids]
 
+    def restarts(self) -> dict[str, int]:
+        """How often the engine has started each container again."""
+        return {
+            name: int(self.container(name).attrs.get("RestartCount", 0)) for name in self.names()
+        }
+
     def pid(self, name: str) -> int:
         """Pid of the first process of a container, on the host.
 

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from decoupled_diloco.channel import channel_options, parse_address
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from docker.models.networks import Network
 
 _SIGNALS: Final = {FaultKind.KILL: signal.SIGKILL, FaultKind.RESTART: signal.SIGTERM}
-_LOOK_S: Final = 0.5
+_LOOK_S: Final = 1.0
 _DEADLINE_S: Final = 5.0
 
 
@@ -159,8 +160,11 @@ class DockerInjector(Injector):
         now = time.monotonic()
         if now - self._looked_at_s > _LOOK_S:
             self._running, self._ids = self._fleet.running(), self._fleet.learner_ids()
+            self._restarts = self._fleet.restarts()
             self._looked_at_s = now
-        sample = make_sample(self._watch.answers(), at_s=now, running=self._running)
+        sample = make_sample(
+            self._watch.answers(), at_s=now, running=self._running, restarts=self._restarts
+        )
         return with_names(sample, self._ids)
 
     def begin(self, action: Begin) -> None:
@@ -342,13 +346,5 @@ def _networks(container: Container) -> dict[str, dict[str, Any]]:
 
 def with_names(sample: Sample, ids: dict[str, str]) -> Sample:
     """Returns a sample with learners under the names of their containers; others are left out."""
-    return Sample(
-        at_s=sample.at_s,
-        running=sample.running,
-        leader=sample.leader,
-        term=sample.term,
-        global_step=sample.global_step,
-        in_sync=sample.in_sync,
-        lease_held=sample.lease_held,
-        learners={ids[x]: seen for x, seen in sample.learners.items() if x in ids},
-    )
+    named = {ids[x]: seen for x, seen in sample.learners.items() if x in ids}
+    return replace(sample, learners=named)

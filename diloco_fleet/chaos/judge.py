@@ -143,6 +143,7 @@ def check_all(conductor: Conductor, figures: Figures, sync_interval: int) -> lis
         "leader_changes": figures.leader_changes,
         "expired": len(conductor.expired),
         "silent_s": conductor.longest_silence_s,
+        "crashes": sum(conductor.crashes.values()),
     }
     checks = check_hypothesis(conductor.scenario.steady, found)
     return [*checks, *map(check_strike, conductor.records)]

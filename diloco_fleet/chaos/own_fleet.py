@@ -154,6 +154,10 @@ class OwnFleet:
         """Every process by name, with its pid while it runs."""
         return {process.name: process.pid for process in self._supervisor.processes}
 
+    def restarts(self) -> dict[str, int]:
+        """How often each process was started again."""
+        return {process.name: process.num_restarts for process in self._supervisor.processes}
+
     @property
     def parent_pid(self) -> int:
         """Who started the processes."""

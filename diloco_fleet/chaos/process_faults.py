@@ -46,6 +46,9 @@ class ProcessFleet(Protocol):
     def pids(self) -> dict[str, int | None]:
         """Every process by name, with its pid while it runs."""
 
+    def restarts(self) -> dict[str, int]:
+        """How often each process was started again."""
+
 
 def no_such_fault_because(fault: Fault, *, attached: bool) -> str:
     """Says why processes cannot be struck by a fault; empty where they can."""

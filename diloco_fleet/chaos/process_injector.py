@@ -66,6 +66,7 @@ class _Processes(Injector):
             self._watch.answers(),
             at_s=time.monotonic(),
             running=[name for name, pid in pids.items() if pid is not None],
+            restarts=self._fleet.restarts(),
             struck=self._points.struck() if self._points is not None else {},
             ended=self._fleet.ended,
         )
@@ -225,6 +226,10 @@ class RunningFleet:
     def pids(self) -> dict[str, int | None]:
         """Every process by name, with its pid while it runs."""
         return {entry.name: entry.pid for entry in read_fleet(self.files.fleet).processes}
+
+    def restarts(self) -> dict[str, int]:
+        """How often each process was started again."""
+        return {entry.name: entry.restarts for entry in read_fleet(self.files.fleet).processes}
 
 
 class AttachedInjector(_Processes):

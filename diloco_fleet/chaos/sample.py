@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,7 @@ class Sample:
         in_sync: whether a take-over now would lose nothing.
         lease_held: whether who leads holds its lease.
         learners: what who leads sees of each.
+        restarts: how often each process was started again.
         struck: faults that processes did to themselves at points of the protocol: who, by number
             of the strike.
         ended: why nothing more will happen; empty while the fleet is at work.
@@ -51,6 +52,7 @@ class Sample:
     in_sync: bool = False
     lease_held: bool = False
     learners: Mapping[str, LearnerSeen] = field(default_factory=dict)
+    restarts: Mapping[str, int] = field(default_factory=dict)
     struck: Mapping[int, str] = field(default_factory=dict)
     ended: str = ""
 
@@ -88,15 +90,7 @@ def advance(before: Progress, sample: Sample) -> Progress:
     """
     old = before.sample
     if sample.leader is None:
-        known = Sample(
-            at_s=sample.at_s,
-            running=sample.running,
-            term=old.term,
-            global_step=old.global_step,
-            learners=old.learners,
-            struck=sample.struck,
-            ended=sample.ended,
-        )
+        known = replace(sample, term=old.term, global_step=old.global_step, learners=old.learners)
         return Progress(
             sample=known,
             merged_at_s=before.merged_at_s,

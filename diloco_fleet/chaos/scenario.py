@@ -224,6 +224,7 @@ class Hypothesis:
         expired: at most so many learners are given up as gone, of those that were neither killed,
             frozen nor cut off.
         silent_s: none of those is silent for longer.
+        crashes: at most so many processes end that nobody has struck.
     """
 
     uptime: float | None = None
@@ -235,12 +236,20 @@ class Hypothesis:
     leader_changes: int | None = None
     expired: int | None = None
     silent_s: float | None = None
+    crashes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("uptime", "goodput", "participation", "measured_h"):
             if getattr(self, name) is not None:
                 _check_range("steady", name, getattr(self, name), 0.0, 1.0)
-        for name in ("rounds_lost", "without_merging_s", "leader_changes", "expired", "silent_s"):
+        for name in (
+            "rounds_lost",
+            "without_merging_s",
+            "leader_changes",
+            "expired",
+            "silent_s",
+            "crashes",
+        ):
             if getattr(self, name) is not None:
                 _check_range("steady", name, getattr(self, name), 0, _LONGEST_S)
         if not self.asked:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -85,6 +86,7 @@ def make_sample(
     *,
     at_s: float,
     running: Sequence[str],
+    restarts: Mapping[str, int] = MappingProxyType({}),
     struck: Mapping[int, str] = MappingProxyType({}),
     ended: str = "",
 ) -> Sample:
@@ -94,25 +96,26 @@ def make_sample(
         answers: of synchronizers, by name.
         at_s: the time.
         running: names of the processes that run.
+        restarts: see `Sample`.
         struck: see `Sample`.
         ended: see `Sample`.
     """
     leading = who_leads(list(answers.values()))
     name = next((name for name, seen in answers.items() if seen is leading), None)
+    nobody = Sample(
+        at_s=at_s, running=frozenset(running), restarts=restarts, struck=struck, ended=ended
+    )
     if leading is None or leading.status is None or name is None:
-        return Sample(at_s=at_s, running=frozenset(running), struck=struck, ended=ended)
+        return nobody
     status = leading.status
-    return Sample(
-        at_s=at_s,
-        running=frozenset(running),
+    return replace(
+        nobody,
         leader=name,
         term=leading.term,
         global_step=status.global_step,
         in_sync=any(replica.in_sync for replica in status.replication.replicas),
         lease_held=status.replication.lease_held,
         learners={learner.learner_id: _learner(learner) for learner in status.learners},
-        struck=struck,
-        ended=ended,
     )
 
 

@@ -36,6 +36,7 @@ class World:
     lives: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEARNERS, 1))
     accepted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEARNERS, 0))
     states: dict[str, str] = field(default_factory=dict)
+    restarts: dict[str, int] = field(default_factory=dict)
     struck: dict[int, str] = field(default_factory=dict)
     ended: str = ""
 
@@ -46,6 +47,7 @@ class World:
             del self.dead[name]
             if name in self.lives:
                 self.lives[name] += 1
+            self.restarts[name] = self.restarts.get(name, 0) + 1
         self.away = {name: until for name, until in self.away.items() if until > self.now_s}
         if self.merging and self.leader is not None and self.leader not in self.dead:
             self.global_step += 1
@@ -69,6 +71,7 @@ class World:
         sample = Sample(
             at_s=self.now_s,
             running=NAMES - set(self.dead),
+            restarts=dict(self.restarts),
             struck=dict(self.struck),
             ended=self.ended,
         )

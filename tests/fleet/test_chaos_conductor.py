@@ -282,6 +282,16 @@ def test_who_is_given_up_without_being_struck_is_counted() -> None:
     assert conductor.expired == {"learner-0"}
 
 
+def test_a_process_that_ends_by_itself_is_a_crash_and_one_that_was_killed_is_none() -> None:
+    world = World(restarts={"synchronizer-1": 4})
+    conductor = conducted(world, kill())
+    play(conductor, world, lambda: conductor.records[0].began_s is not None, dies(world, 2.0))
+    world.dead["synchronizer-1"] = world.now_s + 1.0
+    play(conductor, world, over(conductor))
+    assert world.restarts == {"learner-1": 1, "synchronizer-1": 5}
+    assert conductor.crashes == {"synchronizer-1": 1}
+
+
 def test_the_longest_standstill_is_measured_from_the_steady_state_on() -> None:
     world = World()
     conductor = conducted(world, kill())

@@ -153,6 +153,9 @@ class Processes(Bench):
     def pids(self) -> dict[str, int | None]:
         return {n: None if p.poll() is not None else p.pid for n, p in self.popens.items()}
 
+    def restarts(self) -> dict[str, int]:
+        return dict.fromkeys(self.popens, 0)
+
     def disturbed(self) -> set[str]:
         links = {f"{link.name}: {what}" for link in self.proxies.links for what in link.state}
         return links | {name for name, pid in self.pids().items() if pid and is_frozen(pid)}

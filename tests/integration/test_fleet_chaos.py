@@ -35,6 +35,7 @@ evaluate_every = 1000
 
 [steady]
 rounds_lost = 0
+crashes = 0
 leader_changes = 0
 participation = 0.2
 
