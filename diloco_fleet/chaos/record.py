@@ -41,7 +41,7 @@ class Record:
         began_s: when it struck.
         healed_s: when it was over.
         recovered_s: when the fleet was as before: the global step rises, in a later term where who
-            led was struck; who was struck is there, and contributes; a standby is in sync and the
+            led was killed; who was struck is there, and contributes; a standby is in sync and the
             lease is held.
         merging_s: when the global step rose again.
         held: why it struck later than planned; empty where it did not.
@@ -72,6 +72,10 @@ class Record:
         return self.recovered_s - self.healed_s
 
     @property
+    def _ends_lives(self) -> bool:
+        return self.fault.fault in (FaultKind.KILL, FaultKind.RESTART)
+
+    @property
     def is_open(self) -> bool:
         """Whether it has begun and is not healed."""
         return self.began_s is not None and self.healed_s is None
@@ -92,7 +96,7 @@ class Record:
             contributions=dict(seen.contributions),
             merges=seen.merges,
             term=sample.term,
-            led=sample.leader in self.affected,
+            led=self._ends_lives and sample.leader in self.affected,
             in_sync=sample.in_sync,
             lease_held=sample.lease_held,
         )
@@ -124,7 +128,7 @@ class Record:
             self.recovered_s = now_s
 
     def _contributes(self, name: str, base: _Baseline, seen: Progress) -> bool:
-        if self.fault.fault in (FaultKind.KILL, FaultKind.RESTART) and name not in base.renewed:
+        if self._ends_lives and name not in base.renewed:
             learner = seen.sample.learners.get(name)
             if learner is None or learner.incarnation <= base.incarnations[name]:
                 return False

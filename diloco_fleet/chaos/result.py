@@ -134,7 +134,7 @@ def markdown(result: Result) -> str:
     lines += [
         "",
         "Times in seconds since the fleet was steady. Merging: the global step rose again, in a "
-        "later term where who led was struck. As before: who was struck contributes again, and a "
+        "later term where who led was killed. As before: who was struck contributes again, and a "
         "standby is in sync again; this may be seen 2 s late.",
     ]
     return "\n".join(lines) + "\n"

@@ -119,6 +119,15 @@ def test_a_leader_that_was_killed_is_replaced_in_a_later_term() -> None:
     assert record.recovered_s is not None
 
 
+def test_a_leader_that_goes_on_leading_is_as_before_in_its_own_term() -> None:
+    """Standing still, or a clock that is wrong, need not depose anybody."""
+    world = World()
+    conductor = conducted(world, freeze("the leader"))
+    play(conductor, world, over(conductor))
+    assert conductor.records[0].targets == (("synchronizer-0",),)
+    assert conductor.records[0].recovered_s is not None
+
+
 def test_what_lasts_is_healed_in_time_and_recovers_after_that() -> None:
     world = World()
     conductor = conducted(world, freeze())
