@@ -87,7 +87,8 @@ def test_a_scenario_strikes_heals_and_judges(
     [donor] = [strike for strike in result["strikes"] if strike["on"] == "mid_recovery"]
     assert donor["targets"] in ([["learner-0"]], [["learner-2"]])
     assert struck["partition"]["healed_s"] < 20, "at the end of the scenario"
-    times = [line["time"] for line in read_lines(out / "metrics" / "synchronizer-0.jsonl")]
+    journals = (out / "metrics").glob("synchronizer-*.jsonl")
+    times = [line["time"] for path in journals for line in read_lines(path)]
     assert max(times) - min(times) > 80_000, "the clock was wrong"
     assert result["window_s"] < 300, "and nothing depended on it"
     assert (out / "chaos.png").stat().st_size > 10_000
