@@ -333,8 +333,8 @@ class Conductor:
         abort, seen = self.scenario.abort, self._seen
         still_s = seen.sample.at_s - max(seen.merged_at_s, self._zero_s)
         if still_s > abort.without_merging_s:
-            return self.stop(f"aborted: the global step has stood still for {still_s:.0f} s")
+            return self.stop(f"the global step has stood still for {still_s:.0f} s")
         num_learners = sum(is_learner(name) for name in seen.sample.running)
         if num_learners < abort.learners_below:
-            return self.stop(f"aborted: {num_learners} learners are running")
+            return self.stop(f"{num_learners} learners are running")
         return []

@@ -171,4 +171,5 @@ def summary_lines(result: Result) -> list[str]:
         for check in result.checks
     ]
     lines += [f"not healed: {what}" for what in result.unhealed]
-    return [*lines, f"{result.scenario.name}: {result.verdict} {result.stopped}".rstrip()]
+    why = f", {result.stopped}" if result.stopped else ""
+    return [*lines, f"{result.scenario.name}: {result.verdict}{why}"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from decoupled_diloco.errors import DilocoError
 from diloco_fleet.chaos.conductor import Action, Arm, Begin, Conductor, Heal, Phase
@@ -16,8 +17,11 @@ from diloco_fleet.chaos.schedule import Strike
 from diloco_fleet.chaos.targets import is_learner
 from diloco_fleet.metrics import RunMetrics
 
-LOOK_S = 0.2
+LOOK_S: Final = 0.2
 """Time between two samples."""
+
+_STEP_LOOKS: Final = 10
+_STEP_LOOK_S: Final = 0.5
 
 
 @dataclass(slots=True)
@@ -78,7 +82,7 @@ def run_scenario(
     end = world.wall()
     world.say(f"not healed: {'; '.join(unhealed)}" if unhealed else "everything is healed")
     injector.settle()
-    metrics = injector.metrics()
+    metrics = _metrics_beyond(end, injector, world)
     num_learners = sum(is_learner(name) for name in injector.names())
     figures = compute_figures(metrics, num_learners=num_learners, begin=begin, end=end)
     checks = check_all(conductor, figures, injector.sync_interval())
@@ -101,12 +105,25 @@ def run_scenario(
     return result, metrics
 
 
+def _metrics_beyond(end: float, injector: Injector, world: World) -> RunMetrics:
+    """What the fleet has written; where it goes on, with the steps under way at the end."""
+    metrics = injector.metrics()
+    for _ in range(_STEP_LOOKS):
+        newest = max((steps[-1].time for steps in metrics.steps.values()), default=end)
+        if newest >= end:
+            break
+        world.sleep(_STEP_LOOK_S)
+        metrics = injector.metrics()
+    return metrics
+
+
 def _conduct(conductor: Conductor, injector: Injector, world: World) -> float:
     """Conducts to the end; returns the unix time of the steady state, else of the beginning."""
     begin = world.wall()
     while conductor.phase is not Phase.OVER:
         if world.interruption.why:
-            actions = conductor.stop(f"interrupted by {world.interruption.why}")
+            world.say(f"{world.interruption.why}: healing everything")
+            actions = conductor.stop(f"by {world.interruption.why}")
         else:
             before = conductor.phase
             actions = conductor.handle(injector.look())

@@ -95,6 +95,8 @@ class WorldInjector(Injector):
         done: everything that was asked, in order.
         open: strikes that are not healed.
         stubborn: strikes that cannot be healed.
+        broken: whether looking fails.
+        written: what is read of the fleet's metrics, look by look.
     """
 
     name = "world"
@@ -105,6 +107,7 @@ class WorldInjector(Injector):
         self.open: set[int] = set()
         self.stubborn: set[int] = set()
         self.broken = False
+        self.written: list[RunMetrics] = []
 
     def refusal(self, fault: Fault) -> str:
         return "a world loses no packets" if fault.fault is FaultKind.LOSS else ""
@@ -154,7 +157,8 @@ class WorldInjector(Injector):
         self.done.append("settle")
 
     def metrics(self) -> RunMetrics:
-        return RunMetrics()
+        self.done.append("metrics")
+        return self.written.pop(0) if self.written else RunMetrics()
 
     def sync_interval(self) -> int:
         return 8

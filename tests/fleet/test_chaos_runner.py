@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +18,9 @@ from diloco_fleet.chaos.result import Result
 from diloco_fleet.chaos.runner import Interruption, World, run_scenario
 from diloco_fleet.chaos.scenario import Fault, FaultKind, Hypothesis, Scenario
 from diloco_fleet.chaos.schedule import draw_schedule
+from diloco_fleet.cli import main
 from diloco_fleet.commands import chaos
+from diloco_fleet.metrics import RunMetrics, Step
 from tests.fleet.chaos_world import World as Fleet
 from tests.fleet.chaos_world import WorldInjector
 
@@ -64,13 +63,27 @@ def test_a_fleet_that_holds_passes(injector: WorldInjector) -> None:
     result, said = run(injector, KILL)
     assert result.verdict is Verdict.PASSED, said
     assert list(result.recovery_s) == ["kill 0", "kill 1"]
-    assert injector.done[-2:] == ["heal all", "settle"]
+    assert injector.done[-3:] == ["heal all", "settle", "metrics"]
 
 
 def test_what_lasts_is_healed_at_the_end(injector: WorldInjector) -> None:
     result, _ = run(injector, FREEZE)
-    assert injector.done == ["freeze learner-1", "heal", "heal all", "settle"]
+    assert injector.done == ["freeze learner-1", "heal", "heal all", "settle", "metrics"]
     assert result.verdict is Verdict.PASSED
+
+
+def test_steps_that_are_under_way_at_the_end_are_waited_for(injector: WorldInjector) -> None:
+    """A fleet that goes on has not written them yet, and nobody would have been stepping."""
+
+    def written(until: float) -> RunMetrics:
+        step = Step(
+            time=until, global_step=1, loss=1.0, num_tokens=1, step_s=1.0, overhead_s=0.0, life=0
+        )
+        return RunMetrics(steps={"learner-0": (step,)})
+
+    injector.written = [written(1.0), written(2.0), written(9e9)]
+    run(injector, KILL)
+    assert injector.done.count("metrics") == 3
 
 
 def test_an_interruption_heals_at_once_and_is_no_verdict(injector: WorldInjector) -> None:
@@ -81,7 +94,7 @@ def test_an_interruption_heals_at_once_and_is_no_verdict(injector: WorldInjector
     result, _ = run(injector, FREEZE, on_line=interrupt)
     assert result.verdict is Verdict.INTERRUPTED
     assert "SIGTERM" in result.stopped
-    assert injector.done == ["freeze learner-1", "heal", "heal all", "settle"]
+    assert injector.done == ["freeze learner-1", "heal", "heal all", "settle", "metrics"]
     assert not injector.open
 
 
@@ -189,7 +202,7 @@ def test_signals_end_the_command_as_interrupted(at_world: WorldInjector, tmp_pat
     at_world.world.sleep = interrupted  # type: ignore[method-assign]
     code, output = invoke("run", str(file), "--out", str(tmp_path / "out"))
     assert code == 143
-    assert "interrupted by SIGTERM" in output
+    assert "mine: interrupted, by SIGTERM" in output
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -210,15 +223,18 @@ def test_all_scenarios_are_known_by_one_word(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line_with_exit_code_64(
-    arguments: list[str], words: list[str], tmp_path: Path
+    arguments: list[str],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "diloco_fleet.cli", "chaos", *arguments],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=150,
-        env={**os.environ, "DOCKER_HOST": f"unix://{tmp_path}/no-engine.sock"},
-    )  # fmt: skip
-    assert done.returncode == 64, done.stderr
-    [line] = done.stderr.splitlines()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no-engine.sock")
+    with pytest.raises(SystemExit) as caught:
+        main(["chaos", *arguments])
+    assert caught.value.code == 64
+    [line] = capsys.readouterr().err.splitlines()
     for word in words:
         assert word in line
     assert not list(tmp_path.iterdir())
