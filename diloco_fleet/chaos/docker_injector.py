@@ -100,6 +100,7 @@ class DockerInjector(Injector):
         self._fleet = ComposedFleet(client, project)
         self._undo = Undo()
         self._stack = ExitStack()
+        self._stack.callback(client.close)
         self._looked_at_s = 0.0
         self._running: list[str] = []
         self._addresses: dict[str, str] = {}
@@ -147,8 +148,12 @@ class DockerInjector(Injector):
         return self._fleet.names()
 
     def __enter__(self) -> DockerInjector:
-        self._addresses = self._fleet.addresses()
-        self._watch = self._stack.enter_context(Watch(self._addresses))
+        try:
+            self._addresses = self._fleet.addresses()
+            self._watch = self._stack.enter_context(Watch(self._addresses))
+        except BaseException:
+            self._stack.close()
+            raise
         self._stack.callback(self.heal_all)
         return self
 

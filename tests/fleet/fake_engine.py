@@ -156,6 +156,9 @@ class FakeEngine:
         self.containers = SimpleNamespace(list=self._list)
         self.networks = SimpleNamespace(get=self._get, create=self._create)
 
+    def close(self) -> None:
+        pass
+
     def next_pid(self) -> int:
         self._pid += 1
         return self._pid
