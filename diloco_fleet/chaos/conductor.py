@@ -117,6 +117,11 @@ class Conductor:
         return self._zero_s
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to be done."""
+        return self.phase is Phase.OVER
+
+    @property
     def crashes(self) -> dict[str, int]:
         """How often each process was started again though nothing had ended it."""
         planned = Counter(

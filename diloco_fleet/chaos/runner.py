@@ -120,7 +120,7 @@ def _metrics_beyond(end: float, injector: Injector, world: World) -> RunMetrics:
 def _conduct(conductor: Conductor, injector: Injector, world: World) -> float:
     """Conducts to the end; returns the unix time of the steady state, else of the beginning."""
     begin = world.wall()
-    while conductor.phase is not Phase.OVER:
+    while not conductor.is_over:
         if world.interruption.why:
             world.say(f"{world.interruption.why}: healing everything")
             actions = conductor.stop(f"by {world.interruption.why}")
@@ -132,7 +132,7 @@ def _conduct(conductor: Conductor, injector: Injector, world: World) -> float:
             _say_phase(world, conductor, before)
         for action in actions:
             _act(action, injector, conductor, world)
-        if conductor.phase is not Phase.OVER:
+        if not conductor.is_over:
             world.sleep(LOOK_S)
     return begin
 
