@@ -23,6 +23,7 @@ from diloco_fleet.chaos.docker_host import Host, latency, loss, rate_limit
 from diloco_fleet.chaos.injector import Injector
 from diloco_fleet.chaos.sample import Sample
 from diloco_fleet.chaos.scenario import Fault, FaultKind
+from diloco_fleet.chaos.targets import is_learner
 from diloco_fleet.chaos.undo import Undo
 from diloco_fleet.chaos.watch import Watch, make_sample
 from diloco_fleet.metrics import RunMetrics
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from docker.models.networks import Network
 
 _SIGNALS: Final = {FaultKind.KILL: signal.SIGKILL, FaultKind.RESTART: signal.SIGTERM}
+_ALL_ENDED: Final = "no learner runs any more; is the run complete?"
 _LOOK_S: Final = 1.0
 _DEADLINE_S: Final = 5.0
 
@@ -168,7 +170,11 @@ class DockerInjector(Injector):
             self._restarts = self._fleet.restarts()
             self._looked_at_s = now
         sample = make_sample(
-            self._watch.answers(), at_s=now, running=self._running, restarts=self._restarts
+            self._watch.answers(),
+            at_s=now,
+            running=self._running,
+            restarts=self._restarts,
+            ended="" if any(map(is_learner, self._running)) else _ALL_ENDED,
         )
         return with_names(sample, self._ids)
 
@@ -215,7 +221,7 @@ class DockerInjector(Injector):
         """See `Injector.metrics`."""
         return self._fleet.metrics()
 
-    def sync_interval(self) -> int:
+    def sync_interval(self) -> int | None:
         """See `Injector.sync_interval`."""
         import grpc
 
@@ -231,9 +237,7 @@ class DockerInjector(Injector):
                 except grpc.RpcError:
                     continue
                 return int(run.settings.sync_interval)
-        raise DilocoError(
-            Reason.UNAVAILABLE, "no synchronizer of the composed fleet answers; see its logs"
-        )
+        return None
 
     def _freeze(self, number: int, container: Container) -> None:
         def thaw() -> None:

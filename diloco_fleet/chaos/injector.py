@@ -91,8 +91,8 @@ class Injector(ABC):
         """What the fleet has written."""
 
     @abstractmethod
-    def sync_interval(self) -> int:
-        """The setting of H."""
+    def sync_interval(self) -> int | None:
+        """The setting of H; None where nobody tells."""
 
 
 def refuse_impossible(injector: Injector, scenario: Scenario) -> None:

@@ -121,13 +121,13 @@ def _within(metrics: RunMetrics, begin: float, end: float) -> RunMetrics:
     )
 
 
-def check_all(conductor: Conductor, figures: Figures, sync_interval: int) -> list[Check]:
+def check_all(conductor: Conductor, figures: Figures, sync_interval: int | None) -> list[Check]:
     """Checks the hypothesis, then every strike.
 
     Args:
         conductor: has conducted the scenario to its end.
         figures: of the time it was watched.
-        sync_interval: the setting of H.
+        sync_interval: the setting of H; None where nobody tells.
     """
     if conductor.phase is not Phase.OVER or conductor.progress is None:
         return []
@@ -136,7 +136,7 @@ def check_all(conductor: Conductor, figures: Figures, sync_interval: int) -> lis
         "goodput": figures.goodput,
         "participation": figures.participation,
         "measured_h": None
-        if figures.measured_h is None
+        if figures.measured_h is None or sync_interval is None
         else abs(figures.measured_h / sync_interval - 1.0),
         "rounds_lost": figures.rounds_lost,
         "without_merging_s": conductor.longest_without_merging_s,

@@ -73,6 +73,18 @@ def test_every_shipped_scenario_can_be_done(name: str, injector: DockerInjector)
     refuse_impossible(injector, load_scenario(name))
 
 
+def test_a_fleet_whose_learners_have_ended_is_noticed(
+    engine: FakeEngine, injector: DockerInjector
+) -> None:
+    with injector:
+        assert injector.look().ended == ""
+    for container in engine.all:
+        if "learner" in container.id:
+            container.kill()
+    with DockerInjector(cast("Any", engine), PROJECT, FakeHost(engine)) as again:
+        assert "no learner runs" in again.look().ended
+
+
 def test_a_datacenter_that_is_cut_off_still_hears_itself(
     engine: FakeEngine, injector: DockerInjector
 ) -> None:
