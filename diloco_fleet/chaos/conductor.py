@@ -122,6 +122,12 @@ class Conductor:
         return self.phase is Phase.OVER
 
     @property
+    def restarts(self) -> dict[str, int]:
+        """How often each process was started again since the fleet was steady."""
+        now = self._seen.sample.restarts if self.progress is not None else {}
+        return {name: count - self._restarts.get(name, 0) for name, count in now.items()}
+
+    @property
     def crashes(self) -> dict[str, int]:
         """How often each process was started again though nothing had ended it."""
         planned = Counter(
@@ -130,10 +136,7 @@ class Conductor:
             if record.began_s is not None and record.fault.at_once and not record.problem
             for name in record.affected
         )
-        now = self._seen.sample.restarts if self.progress is not None else {}
-        counts = {
-            name: count - self._restarts.get(name, 0) - planned[name] for name, count in now.items()
-        }
+        counts = {name: count - planned[name] for name, count in self.restarts.items()}
         return {name: count for name, count in counts.items() if count > 0}
 
     def handle(self, sample: Sample) -> list[Action]:

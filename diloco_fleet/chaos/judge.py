@@ -41,7 +41,7 @@ class Figures:
         rounds_lost: of the whole run, see ``lineage.lost_rounds``.
         leader_changes: terms that began meanwhile.
         tokens: tokens that the learners trained on.
-        restarts: processes that were started again.
+        restarts: processes that were started again meanwhile.
     """
 
     window_s: float
@@ -53,7 +53,7 @@ class Figures:
     rounds_lost: int | None
     leader_changes: int | None
     tokens: int | None
-    restarts: int | None
+    restarts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +73,18 @@ class Check:
     holds: bool
 
 
-def compute_figures(metrics: RunMetrics, *, num_learners: int, begin: float, end: float) -> Figures:
+def compute_figures(
+    metrics: RunMetrics, *, num_learners: int, begin: float, end: float, restarts: int
+) -> Figures:
     """Computes the figures of a span of unix time; what must not be lost is counted of all time."""
     if not metrics.rounds and not metrics.steps:
         return Figures(
             window_s=end - begin,
+            restarts=restarts,
             **dict.fromkeys(
                 (
                     *("goodput", "uptime", "participation", "measured_h", "rounds"),
-                    *("rounds_lost", "leader_changes", "tokens", "restarts"),
+                    *("rounds_lost", "leader_changes", "tokens"),
                 )
             ),
         )
@@ -102,7 +105,7 @@ def compute_figures(metrics: RunMetrics, *, num_learners: int, begin: float, end
         rounds_lost=whole.rounds_lost if metrics.steps else None,
         leader_changes=sum(begin <= change.time <= end for change in whole.leader_changes),
         tokens=inside.tokens,
-        restarts=whole.restarts,
+        restarts=restarts,
     )
 
 

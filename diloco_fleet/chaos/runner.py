@@ -84,7 +84,13 @@ def run_scenario(
     injector.settle()
     metrics = _metrics_beyond(end, injector, world)
     num_learners = sum(is_learner(name) for name in injector.names())
-    figures = compute_figures(metrics, num_learners=num_learners, begin=begin, end=end)
+    figures = compute_figures(
+        metrics,
+        num_learners=num_learners,
+        begin=begin,
+        end=end,
+        restarts=sum(conductor.restarts.values()),
+    )
     checks = check_all(conductor, figures, injector.sync_interval())
     verdict = decide(checks, stopped=conductor.stopped, interrupted=bool(world.interruption.why))
     if unhealed and verdict is Verdict.PASSED:

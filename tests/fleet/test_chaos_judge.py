@@ -89,20 +89,22 @@ def figures(**more: object) -> Figures:
 
 def test_the_figures_are_those_of_the_time_that_was_watched() -> None:
     metrics = fleet_metrics()
-    whole = compute_figures(metrics, num_learners=2, begin=BEGIN, end=BEGIN + 59)
+    whole = compute_figures(metrics, num_learners=2, begin=BEGIN, end=BEGIN + 59, restarts=3)
     assert whole.rounds == 59
     assert whole.uptime == pytest.approx(1.0)
     assert whole.goodput == pytest.approx(1.0)
-    assert whole.leader_changes == 1
+    assert (whole.leader_changes, whole.restarts) == (1, 3)
     assert whole.rounds_lost == 0
     assert whole.participation == pytest.approx((29 * 2 + 30) / (59 * 2))
-    early = compute_figures(metrics, num_learners=2, begin=BEGIN + 0.3, end=BEGIN + 20.7)
+    early = compute_figures(
+        metrics, num_learners=2, begin=BEGIN + 0.3, end=BEGIN + 20.7, restarts=3
+    )
     assert (early.participation, early.leader_changes) == (1.0, 0)
     assert early.uptime == pytest.approx(1.0), "a step that ends later is under way"
 
 
 def test_a_fleet_that_wrote_nothing_has_no_figures() -> None:
-    nothing = compute_figures(RunMetrics(), num_learners=2, begin=0.0, end=5.0)
+    nothing = compute_figures(RunMetrics(), num_learners=2, begin=0.0, end=5.0, restarts=0)
     assert (nothing.window_s, nothing.goodput, nothing.rounds_lost) == (5.0, None, None)
 
 
