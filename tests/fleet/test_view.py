@@ -7,10 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
+from decoupled_diloco.plain import to_plain
 from decoupled_diloco.v1 import admin_pb2
 from diloco_fleet.learner_table import LearnerTable, size
 from diloco_fleet.metrics import Evaluation
-from diloco_fleet.plain import to_plain
 from diloco_fleet.screen import LineScreen, TableScreen, open_screen
 from diloco_fleet.view import Eta, Scene, duration, plain_line, render
 
