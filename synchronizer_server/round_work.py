@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import statistics
 from collections.abc import Callable
 from typing import Final
 
@@ -113,11 +115,23 @@ class RoundWork:
             sync_s=effect.sync_s,
             step_s=summary.step_s,
             measured_h=summary.measured_h,
+            loss=self._loss(summary),
             bytes_up=self._ledger.bytes_up.total(),
             bytes_down=self._ledger.bytes_down.total(),
             **_data(summary),
             **({"rolled_back": summary.rolled_back} if summary.rolled_back else {}),
         )
+
+    def _loss(self, summary: fx.RoundSummary) -> float | None:
+        """Median of the training losses that the contributors reported last; None without any.
+
+        Not the mean, which one learner with an absurd loss would decide.
+        """
+        roster = self._parts.core.state.roster
+        learners = [roster.find(c.learner_id) for c in summary.contributions]
+        losses = [x.loss for x in learners if x is not None and x.loss is not None]
+        median = statistics.median(losses) if losses else math.nan
+        return median if math.isfinite(median) else None
 
     async def persist_seed(self) -> None:
         """Persists the seed; a failure is tried again."""
