@@ -99,5 +99,5 @@ lock:
 
 .PHONY: clean
 clean:
-	@rm -rf $(VENV) .make build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf $(VENV) .make artifacts build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

@@ -55,14 +55,14 @@ class Limits:
     Attributes:
         max_connections: at once; the next ones are closed unheard.
         max_viewers: kept informed at once; the next ones are refused.
-        request_s: how long a request may take to arrive.
+        request_s: how long a request and its answer may take, where nobody stays.
         slow_s: how long a viewer may take to receive what it is sent.
         pause_s: shortest time between two looks, for all of them together.
     """
 
     max_connections: int = 128
     max_viewers: int = 64
-    request_s: float = 10.0
+    request_s: float = 30.0
     slow_s: float = 5.0
     pause_s: float = 1.0
 
@@ -78,7 +78,7 @@ class Pages:
         address: where the page listens; on a loopback address requests under other names are
             refused, which a page from elsewhere could make with a name that leads here.
         is_serving: False from the moment at which the process is to stop.
-        heard: called with every request that was received whole.
+        stays: called with the request of a viewer that is kept informed from now on.
         limits: bounds on those who look.
     """
 
@@ -88,13 +88,13 @@ class Pages:
         address: Address,
         *,
         is_serving: Callable[[], bool],
-        heard: Callable[[web.Request], None] = lambda _: None,
+        stays: Callable[[web.Request], None],
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self._feed = feed
         self._is_local = is_loopback(address)
         self._is_serving = is_serving
-        self._heard = heard
+        self._stays = stays
         self._limits = limits
         self._failure = ""
         self.num_viewers = 0
@@ -116,7 +116,6 @@ class Pages:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """What holds for every request, whatever it asks for."""
-        self._heard(request)
         try:
             response = await self._answer(request, handler)
         except web.HTTPException as error:
@@ -169,6 +168,7 @@ class Pages:
         response = web.StreamResponse(headers=headers)
         response.force_close()
         self.num_viewers += 1
+        self._stays(request)
         try:
             await response.prepare(request)
             await self._tell(request, response)

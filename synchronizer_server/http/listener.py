@@ -61,14 +61,14 @@ class StatusPage:
             self.feed,
             parse_address(address),
             is_serving=is_serving,
-            heard=self._heard,
+            stays=self._stays,
             limits=limits,
         )
         self._runner = web.AppRunner(
             self.pages.application(), access_log=None, logger=_SILENT, shutdown_timeout=_STOP_S
         )
         self._server: asyncio.Server | None = None
-        self._unheard: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        self._passing: dict[web.RequestHandler, asyncio.TimerHandle] = {}
 
     @property
     def url(self) -> str:
@@ -95,9 +95,9 @@ class StatusPage:
             self._server.close()
             await self._runner.cleanup()
         self._socket.close()
-        for timer in self._unheard.values():
+        for timer in self._passing.values():
             timer.cancel()
-        self._unheard.clear()
+        self._passing.clear()
 
     def _connected(self) -> asyncio.BaseProtocol:
         server = self._runner.server
@@ -105,19 +105,20 @@ class StatusPage:
             return _Refusal()
         connection = server()
         timer = asyncio.get_running_loop().call_later(
-            self._limits.request_s, self._silent, connection
+            self._limits.request_s, self._took_too_long, connection
         )
-        self._unheard[connection] = timer
+        self._passing[connection] = timer
         return connection
 
-    def _heard(self, request: web.Request) -> None:
-        timer = self._unheard.pop(request.protocol, None)
+    def _stays(self, request: web.Request) -> None:
+        timer = self._passing.pop(request.protocol, None)
         if timer is not None:
             timer.cancel()
 
-    def _silent(self, connection: web.RequestHandler) -> None:
-        del self._unheard[connection]
-        connection.force_close()
+    def _took_too_long(self, connection: web.RequestHandler) -> None:
+        del self._passing[connection]
+        if connection.transport is not None:  # else it is over
+            connection.transport.abort()
 
 
 class _Refusal(asyncio.Protocol):

@@ -28,9 +28,22 @@ MOMENT_S = 0.02
 class Viewer:
     """Somebody with a browser of no kind."""
 
-    def __init__(self, page: StatusPage, session: aiohttp.ClientSession) -> None:
-        self.page = page
+    def __init__(
+        self, session: aiohttp.ClientSession, open_page: Callable[[str], StatusPage]
+    ) -> None:
         self.session = session
+        self._open_page = open_page
+        self.page = open_page("127.0.0.1:0")
+
+    @contextlib.asynccontextmanager
+    async def reopened(self) -> AsyncIterator[None]:
+        """The page once more, on the port of the one that was stopped."""
+        self.page = self._open_page(str(self.page.address))
+        await self.page.start()
+        try:
+            yield
+        finally:
+            await self.page.stop()
 
     def ask(self, path: str = "", method: str = "GET", **more: Any) -> Any:
         return self.session.request(method, self.page.url + path, **more)
@@ -65,14 +78,17 @@ async def looking_at(
     sources: Sources, *, is_serving: Callable[[], bool] = lambda: True, **limits: float
 ) -> AsyncIterator[Viewer]:
     bounds = Limits(**({"pause_s": MOMENT_S} | limits))
-    page = StatusPage("127.0.0.1:0", sources, is_serving=is_serving, limits=bounds)
-    await page.start()
     timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
+        viewer = Viewer(
+            session,
+            lambda address: StatusPage(address, sources, is_serving=is_serving, limits=bounds),
+        )
+        await viewer.page.start()
         try:
-            yield Viewer(page, session)
+            yield viewer
         finally:
-            await page.stop()
+            await viewer.page.stop()
 
 
 def sources_of(board: Switchboard, history: History, store: Path, **more: Any) -> Sources:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,30 @@ from tests.synchronizer.page_kit import Viewer, looking_at, messages, shown, sou
 pytestmark = pytest.mark.asyncio
 
 
+def board_of(num_learners: int) -> Switchboard:
+    """A process that sees that many learners."""
+    board = Switchboard()
+    status = board.follower_status()
+    for i in range(num_learners):
+        status.learners.add(learner_id=f"learner-{i}", state="live", last_reason="x" * 200)
+    board.follower_status = lambda: status
+    return board
+
+
 async def connect(viewer: Viewer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection(*viewer.page.address)
+
+
+@contextlib.asynccontextmanager
+async def not_reading(viewer: Viewer, path: str) -> AsyncIterator[None]:
+    """Somebody who asks and takes nothing of the answer."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as asking:
+        asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        asking.setblocking(False)
+        await loop.sock_connect(asking, viewer.page.address)
+        await loop.sock_sendall(asking, f"GET /{path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        yield
 
 
 async def is_closed(reader: asyncio.StreamReader) -> bool:
@@ -72,6 +95,13 @@ async def test_who_never_finishes_a_request_is_cut_off(said: bytes, tmp_path: Pa
         writer.close()
 
 
+async def test_who_does_not_read_its_answer_is_cut_off(tmp_path: Path) -> None:
+    sources = sources_of(board_of(4000), History(), tmp_path)
+    async with looking_at(sources, request_s=0.2) as viewer, not_reading(viewer, "status.json"):
+        await until(lambda: viewer.page.feed.num_looks)
+        await until(lambda: not viewer.page.connections)
+
+
 async def test_who_looks_for_long_is_not_cut_off(tmp_path: Path) -> None:
     sources = sources_of(Switchboard(), History(), tmp_path)
     async with looking_at(sources, request_s=0.05) as viewer, viewer.ask("events") as answer:
@@ -91,12 +121,7 @@ async def test_a_viewer_that_does_not_read_is_dropped_and_others_see_on(tmp_path
     async with looking_at(sources, slow_s=0.1) as viewer, viewer.ask("events") as answer:
         stream = messages(answer)
         await anext(stream)
-        with socket.socket() as stalled:
-            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            stalled.setblocking(False)
-            loop = asyncio.get_running_loop()
-            await loop.sock_connect(stalled, viewer.page.address)
-            await loop.sock_sendall(stalled, b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with not_reading(viewer, "events"):
             await until(lambda: viewer.page.pages.num_viewers == 2)
             async with asyncio.timeout(PATIENCE_S):
                 async for _ in stream:
@@ -122,12 +147,7 @@ async def test_garbage_is_refused_and_not_logged(
 
 async def test_a_large_fleet_is_looked_at_less_often(tmp_path: Path) -> None:
     """A description of a megabyte is sent once a second at most, whatever the pause is set to."""
-    board = Switchboard()
-    status = board.follower_status()
-    for i in range(4000):
-        status.learners.add(learner_id=f"learner-{i}", state="live", last_reason="x" * 200)
-    board.follower_status = lambda: status
-    async with looking_at(sources_of(board, History(), tmp_path)) as viewer:
+    async with looking_at(sources_of(board_of(4000), History(), tmp_path)) as viewer:
         _, text = await viewer.get("status.json")
         assert len(text) > 1_000_000
         assert viewer.page.feed.pause_s >= len(text) / 1_000_000
