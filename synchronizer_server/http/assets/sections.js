@@ -71,11 +71,16 @@ function showProgress(seen, status) {
   bar.hidden = !total;
   bar.max = total || 1;
   bar.value = Math.min(status.global_step, total || 1);
+  // Who follows knows the rounds and nothing of the learners.
+  figures(byId("figures"), status.role === "leading" ? paceFigures(seen, status) : []);
+}
+
+function paceFigures(seen, status) {
   const live = status.learners.filter((learner) => learner.state === "live");
   const tokens = live.reduce((sum, learner) => sum + learner.tokens_per_second, 0);
   const { totals, pace } = status;
   const few = live.length < status.quorum;
-  figures(byId("figures"), [
+  return [
     ["learners live", `${live.length} of ${status.learners.length}`, few ? BAD : GOOD],
     ["quorum", String(status.quorum)],
     ["tokens/s", count(tokens)],
@@ -86,13 +91,12 @@ function showProgress(seen, status) {
     ["last published", dash(seen.published_s, (s) => `${duration(s)} ago`)],
     ["rounds merged", count(totals?.rounds ?? 0)],
     ["up / down", `${size(totals?.bytes_up ?? 0)} / ${size(totals?.bytes_down ?? 0)}`],
-    ["up for", status.uptime_seconds ? duration(status.uptime_seconds) : "-"],
-  ]);
+    ["up for", duration(status.uptime_seconds)],
+  ];
 }
 
 function showWaits(status) {
-  const inFlight = new Set(status.rounds.map((round) => `round ${round.global_step}`));
-  const waits = status.waits.filter((wait) => !inFlight.has(wait.subject));
+  const waits = status.waits.filter((wait) => !wait.subject.startsWith("round "));
   byId("waits").hidden = !waits.length;
   fill(
     byId("wait-list"),
@@ -235,8 +239,15 @@ function showRounds(status) {
     columns,
     status.rounds.map((round) => [round.global_step, round]),
   );
-  const note = status.role === "leading" ? "none" : "the leader knows them";
-  setText(byId("rounds-note"), status.rounds.length ? "" : note);
+  const inFlight = new Set(status.rounds.map((round) => `round ${round.global_step}`));
+  const next = status.waits.filter(
+    (wait) => wait.subject.startsWith("round ") && !inFlight.has(wait.subject),
+  );
+  const lines = next.map((wait) => `${wait.subject}: ${waitText(wait)}`);
+  if (!status.rounds.length) {
+    lines.unshift(status.role === "leading" ? "none in flight" : "the leader knows them");
+  }
+  setText(byId("rounds-note"), lines.join("; "));
 }
 
 function showFragments(status) {
