@@ -38,7 +38,8 @@ def _wait(fields: Fields) -> Told:
 
 
 def _learner(fields: Fields) -> Told:
-    return fields["learner_id"], _because(f"is {fields['state']}", fields["reason"])
+    state, reason = fields["state"], fields["reason"]
+    return fields["learner_id"], _because(f"is {state}", "" if reason == state else reason)
 
 
 def _quarantine(fields: Fields) -> Told:

@@ -11,8 +11,9 @@ import pytest
 import pytest_asyncio
 
 from tests.synchronizer.browser import NAMES, Tab, browsing, find_chromium
-from tests.synchronizer.fake_learner import FakeLearner, Fleet, make_settings
-from tests.synchronizer.page_kit import shown
+from tests.synchronizer.fake_learner import FakeLearner, Fleet, make_settings, until
+from tests.synchronizer.node_kit import keeping
+from tests.synchronizer.page_kit import shown, shown_process
 
 pytestmark = [
     pytest.mark.asyncio,
@@ -121,3 +122,24 @@ async def test_it_fits_a_phone_and_a_dark_room(tmp_path: Path, tab: Tab) -> None
             keep(name, picture)
         assert len(backgrounds) == 2
         assert tab.problems == []
+
+
+async def test_who_follows_shows_who_leads_and_hides_what_it_cannot_know(
+    tmp_path: Path, tab: Tab
+) -> None:
+    async with keeping(tmp_path / "synchronizers") as keeper:
+        first, second = (keeper.process(name)[0] for name in ("first", "second"))
+        keeper.names(first)
+        keeper.start(first)
+        await until(lambda: first.leads)
+        keeper.start(second)
+        async with shown_process(second, tmp_path) as viewer:
+            await tab.open(viewer.page.url)
+            await tab.until(
+                says("#leader", "; first leads in term ")
+                + " && "
+                + says("#leader", " at 127.0.0.1:9")
+            )
+            assert await tab.text("#state") == "following"
+            assert await tab.ask("document.querySelector('#learner-section').hidden")
+            assert tab.problems == []

@@ -16,13 +16,17 @@ const BAD = "bad";
 const STATE_TONES = {
   live: GOOD, joined: WARNING, expected: WARNING, disconnected: WARNING, gone: BAD,
 };
-const RUN_TONES = { running: GOOD, complete: GOOD, starting: WARNING, seeding: WARNING };
+const RUN_TONES = { running: GOOD, complete: GOOD, following: "" };
 
 const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 const dash = (value, text) => (value === null || value === undefined ? "-" : text(value));
 
 export function show(seen) {
   const status = seen.status;
+  const leads = status.role === "leading";
+  // Who follows knows rounds and versions, and nothing of those who train.
+  for (const id of ["figures", "learner-section", "round-section"]) byId(id).hidden = !leads;
+  byId("loss-section").hidden = !leads && !seen.losses.length;
   showHead(seen, status);
   showProgress(seen, status);
   showWaits(status);
@@ -55,7 +59,7 @@ function leaderText(seen, status) {
   const own = `This synchronizer (${seen.address}) ${status.role ? "follows" : "starts"}`;
   if (!leader) return `${own}; nobody is known to lead.`;
   const where = leader.address ? ` at ${leader.address}` : "";
-  return `${own}; ${leader.leader_id} leads in term ${leader.term}${where}.`;
+  return `${own}; ${leader.leader_id} leads in term ${leader.term}${where} and knows the learners.`;
 }
 
 function showProgress(seen, status) {
@@ -71,8 +75,7 @@ function showProgress(seen, status) {
   bar.hidden = !total;
   bar.max = total || 1;
   bar.value = Math.min(status.global_step, total || 1);
-  // Who follows knows the rounds and nothing of the learners.
-  figures(byId("figures"), status.role === "leading" ? paceFigures(seen, status) : []);
+  figures(byId("figures"), paceFigures(seen, status));
 }
 
 function paceFigures(seen, status) {
@@ -204,9 +207,7 @@ function showLearners(seen, status) {
   if (sorted.length > MOST_LEARNERS) {
     lines.push(`${sorted.length - MOST_LEARNERS} more are in status.json`);
   }
-  if (!sorted.length) {
-    lines.push(status.role === "leading" ? "none has joined yet" : "the leader knows them");
-  }
+  if (!sorted.length) lines.push("none has joined yet");
   setText(byId("learners-note"), lines.join("; "));
 }
 
@@ -244,9 +245,7 @@ function showRounds(status) {
     (wait) => wait.subject.startsWith("round ") && !inFlight.has(wait.subject),
   );
   const lines = next.map((wait) => `${wait.subject}: ${waitText(wait)}`);
-  if (!status.rounds.length) {
-    lines.unshift(status.role === "leading" ? "none in flight" : "the leader knows them");
-  }
+  if (!status.rounds.length) lines.unshift("none");
   setText(byId("rounds-note"), lines.join("; "));
 }
 
@@ -362,6 +361,7 @@ function showData(status) {
 }
 
 function showEvents(seen) {
+  setText(byId("events-note"), seen.events.length ? "" : "none since this process started");
   fill(
     byId("events"),
     seen.events.map((event) => [event.number, event]),
