@@ -187,7 +187,7 @@ class Pages:
             number = seen.number
             try:
                 async with asyncio.timeout(self._limits.slow_s):
-                    await response.write(b"event: status\ndata: %b\n\n" % seen.body)
+                    await response.write(seen.event)
             except TimeoutError:
                 # Not closed but cut: what waits to be sent would keep the connection for ever.
                 if request.transport is not None:

@@ -26,10 +26,12 @@ class Look:
     Attributes:
         number: counts the looks, from 1.
         body: JSON in one line.
+        event: the same as a server-sent event; made once, whoever gets it.
     """
 
     number: int
     body: bytes
+    event: bytes
 
 
 class Feed:
@@ -55,7 +57,7 @@ class Feed:
         self._shortest_s = self.pause_s = pause_s
         self._clock = clock
         self._next_at = clock()
-        self._newest = Look(0, b"")
+        self._newest = Look(0, b"", b"")
         self._work: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -97,6 +99,7 @@ class Feed:
             body = await asyncio.to_thread(encode, self._sources, seen, self.pause_s)
             self.pause_s = max(self._shortest_s, cost_s / _MAX_LOAD, len(body) / _MAX_BYTES_PER_S)
             self._next_at = self._clock() + self.pause_s
-            self._newest = Look(self._newest.number + 1, body)
+            event = b"event: status\ndata: %b\n\n" % body
+            self._newest = Look(self._newest.number + 1, body, event)
         finally:
             self._work = None
