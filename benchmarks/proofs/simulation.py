@@ -114,7 +114,7 @@ def main(seeds: int, first: int) -> None:
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         chunks = [
             pool.submit(run_chunk, at, min(CHUNK, first + seeds - at))
-            for at in range(first, first + seeds, CHUNK)
+            for at in reversed(range(first, first + seeds, CHUNK))
         ]
         for chunk in chunks:
             outcomes, failures = chunk.result()
