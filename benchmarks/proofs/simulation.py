@@ -134,9 +134,10 @@ def run_all(sums: Sums, first: int, seeds: int, code: str) -> Iterator[str]:
     """Runs what is missing, and yields what fails; ``sums`` and the state grow meanwhile."""
     numbers = {at: min(CHUNK, first + seeds - at) for at in range(first, first + seeds, CHUNK)}
     due = {at: number for at, number in numbers.items() if sums.chunks.get(str(at)) != number}
-    began, total, num_failed = time.monotonic(), sum(due.values()), 0
+    began, total, done, num_failed = time.monotonic(), sum(due.values()), 0, 0
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        work = {at: pool.submit(run_chunk, at, number) for at, number in due.items()}
+        # Last first: what a proof that was cut short has not come to.
+        work = {at: pool.submit(run_chunk, at, due[at]) for at in reversed(due)}
         for at, chunk in work.items():
             outcomes, failures, seconds = chunk.result()
             yield from failures
@@ -149,7 +150,7 @@ def run_all(sums: Sums, first: int, seeds: int, code: str) -> Iterator[str]:
                     sums.add(outcome)
                 sums.chunks[str(at)], sums.seconds = due[at], sums.seconds + seconds
                 STATE.write_text(sums.to_json(code))
-            done = sum(number for start, number in due.items() if start <= at)
+            done += due[at]
             rest_s = (time.monotonic() - began) * (total - done) / done
             print(f"{done} of {total}, {num_failed} failed, {rest_s:.0f} s to go", file=sys.stderr)
 
