@@ -160,11 +160,17 @@ class Leadership:
         if self.core.role is not Role.LEADING:
             return
         claim = self.claim()
-        self._do(self.core.step_down(reason))
+        self._do(self.core.step_down(reason, forget=forget))
+        await self._release(claim, forget=forget)
+
+    async def _release(self, claim: Claim, *, forget: bool = False) -> None:
         try:
             await self._keeper.release(claim, forget=forget)
         except DilocoError as error:
             logger.warning("the lease runs out by itself: %s", error.message)
+            return
+        if forget:
+            self.core.forgotten()
 
     def heard(self, claim: Claim, address: str = "") -> bool:
         """Takes a claim from outside; returns whether it is signed and of this run.
@@ -208,6 +214,8 @@ class Leadership:
                     self._spawn(self._ask(self._acquire(effect.term)))
                 case lease.AskPeers():
                     self._spawn(self._peers())
+                case lease.Forget():
+                    self._spawn(self._release(self._bidder.claim(effect.term), forget=True))
                 case lease.Lead():
                     logger.info("leads in term %d", effect.term)
                     self._wake()
