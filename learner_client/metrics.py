@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, start_http_se
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from decoupled_diloco.channel import Address, parse_address
+from decoupled_diloco.channel import Address, parse_address, require_secure
 from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.metrics import BUILD_INFO, MetricSpec, Sheet, counter, gauge
 from learner_client.core.connection import State
@@ -124,7 +124,9 @@ class LearnerCollector(Collector):
 
 
 @contextlib.contextmanager
-def serve_metrics(address: str | None, collector: Collector) -> Iterator[int | None]:
+def serve_metrics(
+    address: str | None, collector: Collector, *, insecure: bool = False
+) -> Iterator[int | None]:
     """Serves metrics over HTTP for as long as the context lasts, in a thread of its own.
 
     Beside the collector's: memory, time and files of the process.
@@ -132,17 +134,20 @@ def serve_metrics(address: str | None, collector: Collector) -> Iterator[int | N
     Args:
         address: ``host:port``, port 0 for a free one; None serves nothing.
         collector: what is served.
+        insecure: True where others than this machine may read it.
 
     Yields:
         The port.
 
     Raises:
-        UsageError: CONFIG_INVALID for what is no address, PORT_IN_USE where it cannot be had.
+        UsageError: CONFIG_INVALID for what is no address, CONFIG_CONFLICT for one beyond this
+            machine that was not asked for, PORT_IN_USE where it cannot be had.
     """
     if address is None:
         yield None
         return
     target = parse_address(address)
+    require_secure(target, insecure=insecure)
     registry = CollectorRegistry()
     registry.register(collector)
     ProcessCollector(registry=registry)

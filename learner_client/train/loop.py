@@ -138,7 +138,11 @@ class Trainer:
         saved = self._resume(learner)
         is_resumed = saved is not None
         saved = saved or self._go_back(learner)
-        with serve_metrics(self._settings.metrics_address, learner.metrics), learner:
+        settings = self._settings
+        metrics = serve_metrics(
+            settings.metrics_address, learner.metrics, insecure=settings.insecure
+        )
+        with metrics, learner:
             before = num_calls(), num_calls(threading.get_ident())
             if is_resumed and self._settings.resume_from is not None:
                 # It has served: a restart of this process goes on with the fleet as it is then.

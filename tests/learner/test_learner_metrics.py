@@ -130,6 +130,14 @@ def test_what_is_no_address_is_refused_before_anything_starts(address):
     assert caught.value.reason is Reason.CONFIG_INVALID
 
 
+def test_what_others_could_read_is_served_only_where_that_is_said_aloud():
+    collector = LearnerCollector(NAME, Exchange(NAME), OverheadMeter())
+    with pytest.raises(UsageError, match="--insecure"), serve_metrics("0.0.0.0:0", collector):
+        pass
+    with serve_metrics("0.0.0.0:0", collector, insecure=True) as port:
+        assert Scrape(port)("online") == 0
+
+
 def test_a_port_that_is_taken_is_refused_with_what_to_do():
     collector = LearnerCollector(NAME, Exchange(NAME), OverheadMeter())
     with socket.socket() as taken:
