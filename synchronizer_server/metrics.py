@@ -20,8 +20,11 @@ from decoupled_diloco.metrics import Sheet
 from decoupled_diloco.v1 import admin_pb2 as pb
 from synchronizer_server.core.effects import Outcome
 from synchronizer_server.core.roster import LearnerState
+from synchronizer_server.election import Election
 from synchronizer_server.engine import Engine
 from synchronizer_server.metric_table import FORGOTTEN_S, TABLE
+from synchronizer_server.node import Node
+from synchronizer_server.service.switchboard import Switchboard
 from synchronizer_server.status import status_message
 
 STATES: Final = ("starting", "seeding", "running", "draining", "complete", "following")
@@ -45,6 +48,23 @@ class Source:
     engine: Callable[[], Engine | None] = lambda: None
     follower_status: Callable[[], pb.GetStatusResponse] = pb.GetStatusResponse
     keeper_answers: Callable[[], bool | None] = lambda: None
+
+
+def source_of(node: Node, board: Switchboard, election: Election | None, run_id: str) -> Source:
+    """The source of a process, whatever it does.
+
+    Args:
+        node: its roles.
+        board: what it serves.
+        election: None where no other synchronizer can lead.
+        run_id: the run.
+    """
+    return Source(
+        run_id=run_id,
+        engine=lambda: None if node.assembled is None else node.assembled.engine,
+        follower_status=board.follower_status,  # set by its node
+        keeper_answers=lambda: None if election is None else election.leadership.keeper_answers,
+    )
 
 
 class SynchronizerCollector(Collector):

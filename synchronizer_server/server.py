@@ -31,7 +31,7 @@ from synchronizer_server.membership import (
     RedisLease,
     RedisMembership,
 )
-from synchronizer_server.metrics import PROCESS, Source
+from synchronizer_server.metrics import PROCESS, source_of
 from synchronizer_server.node import Node
 from synchronizer_server.peers import PeerAsker
 from synchronizer_server.runner import ThreadRunner
@@ -160,7 +160,7 @@ class Server:
     async def _serve(self, outside: Outside, election: Election | None) -> int:
         board = Switchboard()
         node = Node(self._run, self._settings, outside, board, election)
-        PROCESS.observe(self._source(node, board, election))
+        PROCESS.observe(source_of(node, board, election, self._run.run_id))
         servers = self._servers(board)
 
         async def serve() -> None:
@@ -181,15 +181,6 @@ class Server:
             for server in servers:
                 await server.stop(STOP_GRACE_S)
         return EXIT_OK if node.finished else EXIT_DRAINED
-
-    def _source(self, node: Node, board: Switchboard, election: Election | None) -> Source:
-        """What the metrics of this process are taken from."""
-        return Source(
-            run_id=self._run.run_id,
-            engine=lambda: None if node.assembled is None else node.assembled.engine,
-            follower_status=board.follower_status,  # its node has set it
-            keeper_answers=lambda: None if election is None else election.leadership.keeper_answers,
-        )
 
     async def _ending(self) -> None:
         """Whoever asks for health hears of the end before the rounds in flight are finished."""
