@@ -1,7 +1,8 @@
 """Every metric that a synchronizer exports; what a learner says of itself is in `learner_client`.
 
 A series with the label ``learner`` ends when the learner has left, or `FORGOTTEN_S` after it was
-last heard: ids may come and never return, and nobody's may be kept for ever.
+last heard: ids may come and never return, and nobody's may be kept for ever. Where somebody joins
+under ever new ids, beyond `MOST_LEARNERS` those are exported that were heard last.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from decoupled_diloco.metrics import BUILD_INFO, Kind, MetricSpec, counter, gaug
 
 FORGOTTEN_S: Final = 900.0
 """Silence after which nothing is exported for a learner any more, seconds."""
+
+MOST_LEARNERS: Final = 2000
+"""Learners that have series of their own, at most."""
 
 
 def _histogram(name: str, text: str) -> MetricSpec:

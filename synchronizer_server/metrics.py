@@ -22,7 +22,7 @@ from synchronizer_server.core.effects import Outcome
 from synchronizer_server.core.roster import LearnerState
 from synchronizer_server.election import Election
 from synchronizer_server.engine import Engine
-from synchronizer_server.metric_table import FORGOTTEN_S, TABLE
+from synchronizer_server.metric_table import FORGOTTEN_S, MOST_LEARNERS, TABLE
 from synchronizer_server.node import Node
 from synchronizer_server.service.switchboard import Switchboard
 from synchronizer_server.status import status_message
@@ -170,9 +170,11 @@ def _put_learners(sheet: Sheet, status: pb.GetStatusResponse) -> None:
         sheet.put("diloco_learners", by_state[state], state=str(state))
     sheet.put("diloco_quarantined_learners", sum(bool(x.quarantine) for x in learners))
     sheet.put("diloco_tokens_total", sum(x.tokens_processed for x in learners))
-    for learner in learners:
-        if learner.state not in _HAS_LEFT and learner.heard_seconds_ago <= FORGOTTEN_S:
-            _put_learner(sheet, learner)
+    known = [x for x in learners if x.state not in _HAS_LEFT and x.heard_seconds_ago <= FORGOTTEN_S]
+    if len(known) > MOST_LEARNERS:
+        known = sorted(known, key=lambda x: x.heard_seconds_ago)[:MOST_LEARNERS]
+    for learner in known:
+        _put_learner(sheet, learner)
 
 
 def _put_learner(sheet: Sheet, learner: pb.LearnerStatus) -> None:

@@ -98,7 +98,7 @@ class Sheet:
         self._specs = {spec.name: spec for spec in specs}
         self._families: dict[str, Metric] = {}
         for spec in self._specs.values():
-            labels = [*self._constant_of(spec), *spec.labels]
+            labels = [*(self._constant if spec is not BUILD_INFO else ()), *spec.labels]
             self._families[spec.name] = _FAMILIES[spec.kind](spec.name, spec.text, labels=labels)
 
     def put(self, name: str, value: float, **labels: str) -> None:
@@ -134,13 +134,11 @@ class Sheet:
         """Everything, in the order of the table."""
         return list(self._families.values())
 
-    def _constant_of(self, spec: MetricSpec) -> dict[str, str]:
-        return {} if spec is BUILD_INFO else self._constant
-
     def _values(self, name: str, labels: dict[str, str]) -> list[str]:
         spec = self._specs[name]
-        assert set(labels) == set(spec.labels), f"{name} has labels {spec.labels}"
-        return [*self._constant_of(spec).values(), *(labels[x] for x in spec.labels)]
+        assert len(labels) == len(spec.labels), f"{name} has labels {spec.labels}"
+        values = [labels[x] for x in spec.labels]
+        return [*self._constant.values(), *values] if spec is not BUILD_INFO else values
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from learner_client.core.connection import State
 from learner_client.metrics import TABLE as LEARNER
 from synchronizer_server.core.effects import Outcome
 from synchronizer_server.core.roster import LearnerState
+from synchronizer_server.metric_table import FORGOTTEN_S, MOST_LEARNERS
 from synchronizer_server.metric_table import TABLE as SYNCHRONIZER
 from synchronizer_server.metrics import STATES
 
@@ -146,6 +147,11 @@ def test_the_documents_list_every_metric_as_the_code_describes_it(title, table):
         for s in table
     ]
     assert rows(title) == wanted
+
+
+def test_the_documents_say_when_a_learner_is_forgotten():
+    assert f"or {FORGOTTEN_S / 60:.0f} minutes after it was last heard" in OPERATIONS
+    assert f"of more than {MOST_LEARNERS} learners" in OPERATIONS
 
 
 def test_the_documents_name_no_metric_that_is_not_there():

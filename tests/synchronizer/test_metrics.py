@@ -248,6 +248,23 @@ async def test_a_learner_that_left_or_was_silent_for_long_is_exported_no_more(mo
 
 
 @pytest.mark.asyncio
+async def test_of_too_many_learners_those_that_were_heard_last_are_exported(monkeypatch):
+    monkeypatch.setattr(metrics, "MOST_LEARNERS", 2)
+    status = admin_pb2.GetStatusResponse(
+        role="leading",
+        learners=[
+            admin_pb2.LearnerStatus(learner_id=name, state="live", heard_seconds_ago=age)
+            for name, age in (("a", 3.0), ("b", 1.0), ("c", 2.0))
+        ],
+    )
+    monkeypatch.setattr(metrics, "status_message", lambda *_: status)
+    async with serving() as fleet:
+        scrape = Scrape(fleet)
+    assert scrape.labels("diloco_reported_step", "learner") == {"b", "c"}
+    assert scrape("diloco_learners", state="live") == 3
+
+
+@pytest.mark.asyncio
 async def test_every_name_is_in_the_table_and_every_series_is_one_of_a_few():
     known = {
         spec.name + part
