@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import re
 import socket
+import threading
+import urllib.error
 import urllib.request
 
 import pytest
@@ -19,6 +23,11 @@ from learner_client.exchange import Exchange
 from learner_client.metrics import TABLE, LearnerCollector
 from learner_client.overhead import OverheadMeter
 from learner_client.settings import LearnerSettings
+from learner_client.train.corpus import write_corpus
+from learner_client.train.loop import train
+from learner_client.train.settings import TrainSettings
+from learner_client.train.stopping import StopRequest
+from learner_client.train.tokenizer import build_tokenizer
 
 
 class Scrape:
@@ -150,3 +159,34 @@ def test_a_port_that_is_taken_is_refused_with_what_to_do():
         ):
             pass
     assert caught.value.reason is Reason.PORT_IN_USE
+
+
+def test_the_trainer_serves_its_metrics_while_it_trains(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="learner_client")
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four five six seven eight nine ten. " * 400)
+    write_corpus([str(text)], tmp_path / "data", build_tokenizer("bytes"), sequence_length=16)
+    trainer = TrainSettings(batch_size=1, sequence_length=16, num_shards=1)
+    settings = LearnerSettings(
+        learner_id=NAME, run_dir=tmp_path, metrics_address="127.0.0.1:0", pace=0.02, device="cpu"
+    )
+    stop = StopRequest()
+    with served(num_learners=1, trainer_json=trainer.to_json()) as running:
+        settings = dataclasses.replace(settings, address=running.address)
+        thread = threading.Thread(target=lambda: train(settings, stop))
+        thread.start()
+        try:
+            found = re.compile(r"metrics on http://127\.0\.0\.1:(\d+)/metrics")
+            running.wait(lambda: found.search(caplog.text))
+            port = int(found.search(caplog.text)[1])
+            running.wait(lambda: (Scrape(port)("steps_total") or 0) >= 2)
+            scrape = Scrape(port)
+        finally:
+            stop.set()
+            thread.join(20)
+    assert scrape("training_thread_calls_total") == 0
+    # A step may be between its report and its end.
+    assert scrape("tokens_total") / 16 - scrape("steps_total") in {0, 1}
+    assert scrape("loss") > 0
+    with pytest.raises(urllib.error.URLError):
+        Scrape(port)
