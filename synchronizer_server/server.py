@@ -160,7 +160,6 @@ class Server:
     async def _serve(self, outside: Outside, election: Election | None) -> int:
         board = Switchboard()
         node = Node(self._run, self._settings, outside, board, election)
-        PROCESS.observe(source_of(node, board, election, self._run.run_id))
         servers = self._servers(board)
 
         async def serve() -> None:
@@ -169,6 +168,7 @@ class Server:
             await self._set_health(serving=True)
 
         loop = asyncio.get_running_loop()
+        PROCESS.observe(source_of(node, board, election, self._run.run_id))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
         ending = asyncio.ensure_future(self._ending())
