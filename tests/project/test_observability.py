@@ -249,6 +249,12 @@ def promtool(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_every_alert_has_a_case_in_which_it_fires():
+    cases = yaml.safe_load(RULES_TEST.read_text())["tests"]
+    asked = [alert for case in cases for alert in case["alert_rule_test"]]
+    assert {x["alertname"] for x in asked if x["exp_alerts"]} == {x["alert"] for x in ALERTS}
+
+
 def test_promtool_accepts_configuration_and_rules():
     promtool("check", "config", str(FOLDER / "prometheus.yml"))
 
