@@ -10,13 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 
 from decoupled_diloco.errors import Reason
 from decoupled_diloco.metrics import BUILD_INFO, Kind, MetricSpec
+from decoupled_diloco.setting_fields import settings_of
+from diloco_fleet.cli import diloco
+from diloco_fleet.fleet_settings import SECTIONS
 from learner_client.core.connection import State
 from learner_client.metrics import TABLE as LEARNER
+from learner_client.settings import LearnerSettings
 from synchronizer_server.core.effects import Outcome
 from synchronizer_server.core.roster import LearnerState
 from synchronizer_server.metric_table import FORGOTTEN_S, MOST_LEARNERS
@@ -170,6 +175,17 @@ def test_every_alert_has_a_runbook_that_says_what_it_means_what_to_check_and_wha
         assert rule["labels"]["severity"] in {"critical", "warning"}, name
         for word in ("Meaning", "Check", "Remedy"):
             assert f"- **{word}**: " in sections[name], f"{name}: {word}"
+
+
+def test_the_runbooks_name_commands_and_settings_that_exist():
+    for name in re.findall(r"`diloco ([a-z]+)\b", OPERATIONS):
+        assert diloco.get_command(click.Context(diloco), name) is not None, name
+    known = {s.name for cls in (*SECTIONS.values(), LearnerSettings) for s in settings_of(cls)}
+    alerts = OPERATIONS.split("## Alerts")[1]
+    named = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)(?: = [a-z-]+)?`", alerts))
+    named = {x for x in named if not x.startswith("diloco_")}
+    assert {"sync_interval", "norm_bound_factor"} <= named
+    assert named - {"store_lost"} <= known
 
 
 def test_the_links_of_the_runbooks_lead_somewhere():
