@@ -81,7 +81,10 @@ _ROUNDS: Final = (
     gauge("diloco_participation_ratio", "Contributors over live learners since the term began."),
     gauge("diloco_quorum", "Learners that a round needs, K."),
     gauge("diloco_sync_interval", "Inner steps that are to lie between two merges, H."),
-    gauge("diloco_measured_h", "Measured H: inner steps between two merges of one fragment."),
+    gauge(
+        "diloco_measured_sync_interval",
+        "Measured H: inner steps between two merges of one fragment.",
+    ),
     MetricSpec(
         name="diloco_inner_steps_per_merge",
         kind=Kind.SUMMARY,

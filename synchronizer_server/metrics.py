@@ -151,7 +151,7 @@ def _put_rounds(sheet: Sheet, status: pb.GetStatusResponse) -> None:
     sheet.put("diloco_round_contributions_total", totals.contributions)
     sheet.put("diloco_round_live_total", totals.live)
     sheet.put("diloco_participation_ratio", totals.participation)
-    sheet.put("diloco_measured_h", totals.measured_h)
+    sheet.put("diloco_measured_sync_interval", totals.measured_h)
     sheet.put("diloco_merged_tokens_total", totals.tokens_merged)
     sheet.put("diloco_quorum", status.quorum)
     for part, seconds in (

@@ -13,9 +13,10 @@ from typing import Any
 import click
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, generate_latest
 
 from decoupled_diloco.errors import Reason
-from decoupled_diloco.metrics import BUILD_INFO, Kind, MetricSpec
+from decoupled_diloco.metrics import BUILD_INFO, Kind, MetricSpec, Sheet
 from decoupled_diloco.setting_fields import settings_of
 from diloco_fleet.cli import diloco
 from diloco_fleet.fleet_settings import SECTIONS
@@ -255,14 +256,30 @@ def test_what_is_provisioned_is_what_is_mounted():
 # -- promtool ------------------------------------------------------------------------------------
 
 
-def promtool(*arguments: str) -> None:
+def promtool(*arguments: str, given: bytes = b"") -> None:
     program = shutil.which("promtool")
     if program is None:
         pytest.skip("promtool is not on PATH; Debian has it in the package prometheus")
     done = subprocess.run(
-        [program, *arguments], check=False, capture_output=True, text=True, timeout=60
+        [program, *arguments], check=False, capture_output=True, input=given, timeout=60
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+
+
+@pytest.mark.parametrize("table", [SYNCHRONIZER, LEARNER])
+def test_promtool_finds_nothing_wrong_with_names_and_texts(table):
+    sheet = Sheet(table)
+    for spec in table:
+        labels = dict.fromkeys(spec.labels, "x")
+        if spec.kind is Kind.HISTOGRAM:
+            sheet.histogram(spec.name, spec.histogram((1.0,)))
+        elif spec.kind is Kind.SUMMARY:
+            sheet.summary(spec.name, count=1, total=1.0, **labels)
+        else:
+            sheet.put(spec.name, 1.0, **labels)
+    registry = CollectorRegistry()
+    registry.collect = sheet.families
+    promtool("check", "metrics", given=generate_latest(registry))
 
 
 def test_every_alert_has_a_case_in_which_it_fires():

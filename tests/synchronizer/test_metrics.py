@@ -172,7 +172,7 @@ async def test_values_agree_with_the_status_and_with_the_lines_of_the_journal(tm
     measured = [line["measured_h"] for line in rounds if line["measured_h"] is not None]
     assert scrape("diloco_inner_steps_per_merge_count") == len(measured)
     assert scrape("diloco_inner_steps_per_merge_sum") == sum(measured)
-    assert scrape("diloco_measured_h") == totals.measured_h
+    assert scrape("diloco_measured_sync_interval") == totals.measured_h
     up = scrape("diloco_transfer_bytes_total", leg="push", codec="bf16")
     assert up == totals.bytes_up == rounds[-1]["bytes_up"] > 0
     assert scrape("diloco_transfer_bytes_total", leg="observer", codec="fp32") > 0
