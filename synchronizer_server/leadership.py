@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
+from typing import Final
 
 from decoupled_diloco.claims import Claim
 from decoupled_diloco.errors import DilocoError
@@ -16,6 +17,8 @@ from synchronizer_server.core.lease import Holder, LeaseCore, Role, Seen
 from synchronizer_server.membership.lease_base import LeaseKeeper, LeaseView
 
 logger = logging.getLogger(__name__)
+
+_REACHABLE: Final = "reachable"
 
 AskPeers = Callable[[], Awaitable[Collection[lease.Peer]]]
 
@@ -122,6 +125,11 @@ class Leadership:
     def lease_seconds(self) -> float:
         """How long the lease is ours still, seconds."""
         return max(self.core.held_until - self._clock(), 0.0) if self.holds() else 0.0
+
+    @property
+    def keeper_answers(self) -> bool:
+        """False while the keeper of the lease does not answer."""
+        return self._says.reason("keeper") in {None, _REACHABLE}
 
     def cannot_begin(self, reason: str) -> None:
         """The term that was won could not be begun; what follows is `give_up`."""
@@ -270,7 +278,7 @@ class Leadership:
                 self.on_lease(None)
         else:
             if self._says.reason("keeper") is not None:
-                self._says.log("keeper", "reachable")
+                self._says.log("keeper", _REACHABLE)
             self._answered(view, asked_at)
         self._wake()
 
