@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from decoupled_diloco.channel import parse_address
 from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.setting_fields import setting
 from learner_client.addresses import read_addresses
@@ -34,6 +35,9 @@ class LearnerSettings:
     pace: float = setting(0.0, "shortest time of an inner step, seconds")
     slow: float = setting(1.0, "run at this share of the speed, above 0 and at most 1")
     threads: int = setting(0, "torch threads; 0 leaves it to PyTorch and OMP_NUM_THREADS")
+    metrics_address: str | None = setting(
+        None, "host:port at which Prometheus scrapes this learner over HTTP; none without it"
+    )
     join_timeout_s: float = setting(300.0, "longest wait for the first parameters, seconds")
     recover: str = setting(
         "peer",
@@ -48,6 +52,8 @@ class LearnerSettings:
 
     def __post_init__(self) -> None:
         check_process(self.address, self.log_format)
+        if self.metrics_address is not None:
+            parse_address(self.metrics_address)
         if self.recover not in RECOVER_MODES:
             raise UsageError(
                 Reason.CONFIG_INVALID,

@@ -41,6 +41,7 @@ from synchronizer_server.membership import (
     RedisLease,
     RedisMembership,
 )
+from synchronizer_server.metrics import PROCESS, source_of
 from synchronizer_server.node import Node
 from synchronizer_server.peers import PeerAsker
 from synchronizer_server.runner import ThreadRunner
@@ -186,6 +187,7 @@ class Server:
             await self._set_health(serving=True)
 
         loop = asyncio.get_running_loop()
+        PROCESS.observe(source_of(node, board, election, self._run.run_id))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
         ending = asyncio.ensure_future(self._ending())

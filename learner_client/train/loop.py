@@ -25,6 +25,7 @@ from learner_client.core.connection import Change
 from learner_client.core.leadership import Move
 from learner_client.inner_state import OptimizerState
 from learner_client.learner import Learner
+from learner_client.metrics import serve_metrics
 from learner_client.settings import LearnerSettings
 from learner_client.snapshots import SnapshotDirectory
 from learner_client.train.applied import AppliedVersions
@@ -137,7 +138,11 @@ class Trainer:
         saved = self._resume(learner)
         is_resumed = saved is not None
         saved = saved or self._go_back(learner)
-        with learner:
+        settings = self._settings
+        metrics = serve_metrics(
+            settings.metrics_address, learner.metrics, insecure=settings.insecure
+        )
+        with metrics, learner:
             before = num_calls(), num_calls(threading.get_ident())
             if is_resumed and self._settings.resume_from is not None:
                 # It has served: a restart of this process goes on with the fleet as it is then.
