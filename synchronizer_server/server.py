@@ -41,7 +41,7 @@ from synchronizer_server.membership import (
     RedisLease,
     RedisMembership,
 )
-from synchronizer_server.metrics import PROCESS, source_of
+from synchronizer_server.metrics import PROCESS, exposition, source_of
 from synchronizer_server.node import Node
 from synchronizer_server.peers import PeerAsker
 from synchronizer_server.runner import ThreadRunner
@@ -235,6 +235,7 @@ class Server:
         host = parse_address(settings.address).host
         sources = Sources(
             status=board.status,
+            metrics=exposition,
             history=self._history,
             address=settings.advertise or str(Address(host, port)),
             peers=settings.peer_addresses,

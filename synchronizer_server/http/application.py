@@ -13,7 +13,7 @@ from aiohttp import web
 
 from decoupled_diloco.channel import Address, is_loopback
 from decoupled_diloco.errors import UsageError
-from synchronizer_server.http.feed import Feed
+from synchronizer_server.http.feed import Feed, Sparing
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class Pages:
 
     Args:
         feed: what is seen.
+        metrics: what a scrape is answered with: body and content type.
         address: where the page listens; on a loopback address requests under other names are
             refused, which a page from elsewhere could make with a name that leads here.
         is_serving: False from the moment at which the process is to stop.
@@ -85,6 +86,7 @@ class Pages:
     def __init__(
         self,
         feed: Feed,
+        metrics: Sparing[tuple[bytes, str]],
         address: Address,
         *,
         is_serving: Callable[[], bool],
@@ -92,6 +94,7 @@ class Pages:
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self._feed = feed
+        self._metrics = metrics
         self._is_local = is_loopback(address)
         self._is_serving = is_serving
         self._stays = stays
@@ -110,6 +113,7 @@ class Pages:
             application.router.add_get(path, _asset((folder / name).read_bytes(), content_type))
         application.router.add_get("/status.json", self._status)
         application.router.add_get("/events", self._events)
+        application.router.add_get("/metrics", self._scrape)
         application.router.add_get("/healthz", self._health)
         return application
 
@@ -149,6 +153,10 @@ class Pages:
         if seen is None:
             raise web.HTTPServiceUnavailable(text="the synchronizer stops")
         return web.Response(body=seen.body, content_type="application/json")
+
+    async def _scrape(self, _: web.Request) -> web.Response:
+        body, content_type = self._metrics.get()
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _health(self, _: web.Request) -> web.Response:
         if self._is_serving():

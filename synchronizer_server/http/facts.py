@@ -27,6 +27,7 @@ class Sources:
 
     Attributes:
         status: what this process sees now; asked in the event loop.
+        metrics: what a scrape is answered with, body and content type; asked in the event loop.
         history: what it remembers.
         address: where others reach this synchronizer, host:port.
         peers: the same of the other synchronizers.
@@ -37,6 +38,7 @@ class Sources:
     """
 
     status: Callable[[], admin_pb2.GetStatusResponse]
+    metrics: Callable[[], tuple[bytes, str]]
     history: History
     address: str
     peers: tuple[str, ...]

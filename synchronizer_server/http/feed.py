@@ -9,14 +9,16 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from synchronizer_server.http.facts import Sources, encode, look
 
 _MAX_LOAD: Final = 0.05
-"""Share of the time that looks may take."""
+"""Share of the time that looks, and that scrapes may take."""
 _MAX_BYTES_PER_S: Final = 1_000_000
 """What one viewer is sent."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,34 @@ class Look:
     number: int
     body: bytes
     event: bytes
+
+
+class Sparing(Generic[T]):
+    """Has something made when it is asked for, and repeats it for a while.
+
+    Args:
+        make: makes it, in the event loop.
+        pause_s: shortest time between two of them.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, make: Callable[[], T], pause_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._make = make
+        self._pause_s = pause_s
+        self._clock = clock
+        self._made: tuple[T, float] | None = None
+
+    def get(self) -> T:
+        """Returns the last one where it is recent, else a new one."""
+        begun = self._clock()
+        if self._made is not None and begun < self._made[1]:
+            return self._made[0]
+        made = self._make()
+        cost_s = self._clock() - begun
+        self._made = (made, begun + cost_s + max(self._pause_s, cost_s / _MAX_LOAD))
+        return made
 
 
 class Feed:

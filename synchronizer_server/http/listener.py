@@ -14,7 +14,7 @@ from aiohttp import web
 from decoupled_diloco.channel import Address, not_bound, parse_address, require_secure
 from synchronizer_server.http.application import DEFAULT_LIMITS, Limits, Pages
 from synchronizer_server.http.facts import Sources
-from synchronizer_server.http.feed import Feed
+from synchronizer_server.http.feed import Feed, Sparing
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class StatusPage:
         self.feed = Feed(sources, pause_s=limits.pause_s)
         self.pages = Pages(
             self.feed,
+            Sparing(sources.metrics, limits.pause_s),
             parse_address(address),
             is_serving=is_serving,
             stays=self._stays,

@@ -21,6 +21,7 @@ from synchronizer_server.service.synchronizer import SynchronizerService
 from tests.synchronizer.fake_learner import PATIENCE_S, Fleet, serving
 from tests.synchronizer.node_kit import Process
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOMENT_S = 0.02
 """Pause between two looks of a page in a test."""
 
@@ -94,7 +95,7 @@ async def looking_at(
 def sources_of(board: Switchboard, history: History, store: Path, **more: Any) -> Sources:
     values: dict[str, Any] = {
         "address": "127.0.0.1:50051", "peers": (), "durability": "disk", "redis": None,
-        "leadership": None,
+        "leadership": None, "metrics": lambda: (b"up 1\n", METRICS_TYPE),
     }  # fmt: skip
     return Sources(status=board.status, history=history, store=store, **(values | more))
 

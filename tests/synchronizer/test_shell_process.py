@@ -193,6 +193,8 @@ def test_the_page_of_a_process_says_what_its_rpc_says(start: Callable[..., Proce
     assert [x["text"] for x in facts["events"]] == ["term 1 begins at global step 0"]
     with urllib.request.urlopen(url) as answer:
         assert b"<title>" in answer.read()
+    with urllib.request.urlopen(f"{url}metrics") as answer:
+        assert b"\ndiloco_leader 1.0\n" in answer.read()
     process.terminate()
     assert process.exit_code() == 143, "who looks is no reason to stay"
 

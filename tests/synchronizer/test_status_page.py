@@ -19,6 +19,7 @@ from synchronizer_server.service.switchboard import Switchboard
 from tests.synchronizer.fake_learner import PATIENCE_S, make_settings, until
 from tests.synchronizer.node_kit import keeping
 from tests.synchronizer.page_kit import (
+    METRICS_TYPE,
     looking_at,
     messages,
     shown,
@@ -194,6 +195,34 @@ async def test_a_name_from_elsewhere_that_leads_here_is_refused(host: str, tmp_p
         assert (await viewer.get("status.json", headers={"Host": host}))[0] == 421
         for name in ("localhost", "127.0.0.1:99", "LOCALHOST:1", "[::1]"):
             assert (await viewer.get("status.json", headers={"Host": name}))[0] == 200
+
+
+async def test_prometheus_scrapes_beside_the_page_and_not_too_often(tmp_path: Path) -> None:
+    asked = iter(range(100))
+
+    def metrics() -> tuple[bytes, str]:
+        return b"asked %d\n" % next(asked), METRICS_TYPE
+
+    sources = sources_of(Switchboard(), History(), tmp_path, metrics=metrics)
+    async with looking_at(sources, pause_s=3600.0) as viewer:
+        for _ in range(3):
+            async with viewer.ask("metrics") as answer:
+                assert await answer.text() == "asked 0\n"
+                assert answer.headers["Content-Type"] == METRICS_TYPE
+    async with looking_at(sources) as viewer:
+        async with asyncio.timeout(PATIENCE_S):
+            while await viewer.get("metrics") != (200, "asked 3\n"):
+                pass
+
+
+async def test_the_paths_are_documented(tmp_path: Path) -> None:
+    text = (ROOT / "docs/status-page.md").read_text()
+    async with looking_at(sources_of(Switchboard(), History(), tmp_path)) as viewer:
+        paths = re.findall(r"(?m)^\| `/([\w.]*)` \|", text)
+        assert paths == ["", "status.json", "events", "metrics", "healthz"]
+        for path in paths:
+            async with viewer.ask(path, "HEAD") as answer:
+                assert answer.status == 200, path
 
 
 async def test_health_follows_the_process(tmp_path: Path) -> None:
