@@ -41,7 +41,7 @@ from synchronizer_server.membership import (
     RedisLease,
     RedisMembership,
 )
-from synchronizer_server.metrics import PROCESS, exposition, source_of
+from synchronizer_server.metrics import PROCESS, Source, exposition, source_of
 from synchronizer_server.node import Node
 from synchronizer_server.peers import PeerAsker
 from synchronizer_server.runner import ThreadRunner
@@ -201,6 +201,7 @@ class Server:
                 await server.stop(STOP_GRACE_S)
             if page is not None:
                 await page.stop()
+            PROCESS.observe(Source())  # a gRPC server that ends with the interpreter complains
         return EXIT_OK if node.finished else EXIT_DRAINED
 
     async def _ending(self) -> None:
