@@ -25,8 +25,8 @@ class LearnerSettings:
     learner_id: str = setting("", "stable id of this learner; its data shard belongs to it")
     learner_id_file: Path | None = setting(
         None,
-        "file that keeps the id where learner_id is empty: read, or written once with a new id; each "
-        "learner needs its own",
+        "file that keeps the id where learner_id is empty: read, or written once with a new id; "
+        "each learner needs its own",
     )
     run_dir: Path = setting(Path(), "run directory: data/ is read, metrics/ is written")
     device: str = setting("auto", "auto, cpu, cuda or cuda:0")
