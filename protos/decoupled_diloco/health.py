@@ -62,15 +62,19 @@ def check_serving(address: str, *, timeout_s: float) -> None:
         DilocoError: UNAVAILABLE where nobody answers in time, or not ``SERVING``.
     """
     import grpc
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
+    from grpc_health.v1 import health_pb2
 
     from decoupled_diloco.channel import channel_options, parse_address
 
     target = parse_address(address)
     with grpc.insecure_channel(str(target), options=channel_options(target, "health")) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
         try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            answer = check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
             raise _unwell(f"{target} does not answer: {error.code().name}") from error
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
