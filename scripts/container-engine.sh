@@ -33,8 +33,15 @@ has_plugins() { docker compose version >/dev/null 2>&1 && docker buildx version 
 has_image() { docker image inspect "$1" >/dev/null 2>&1; }
 
 may_install() {
-    command -v apt-get >/dev/null || unavailable "$1, and this is no Debian where it could be installed"
+    grep -qs '^VERSION_CODENAME=bookworm' /etc/os-release ||
+        unavailable "$1, and this is no Debian 12 where it could be installed"
     [[ $(id -u) == 0 ]] || unavailable "$1, and installing it takes root"
+}
+
+# The mirror that this machine uses.
+mirror() {
+    # shellcheck disable=SC2016 # apt's own variable
+    apt-get indextargets --format '$(SITE)' 'Release: bookworm' 'Created-By: Packages' | sed -n 1p
 }
 
 install_engine() {
@@ -50,7 +57,7 @@ install_plugins() {
     may_install "docker compose (v2) or docker buildx is missing"
     say "installing docker-compose and docker-buildx"
     local site lists=$STATE/next
-    site=$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' | head -n 1)
+    site=$(mirror)
     rm -rf "$lists" && mkdir -p "$lists/lists/partial" "$lists/cache/archives/partial"
     printf 'Types: deb\nURIs: %s\nSuites: trixie\nComponents: main\nSigned-By: %s\n' "$site" \
         /usr/share/keyrings/debian-archive-keyring.gpg >"$lists/next.sources"
@@ -92,7 +99,7 @@ make_base() {
     command -v debootstrap >/dev/null || apt-get install -y -q --no-install-recommends debootstrap \
         >>"$STATE/apt.log" 2>&1 || unavailable "debootstrap cannot be installed" "$STATE/apt.log"
     local folder=$STATE site
-    site=$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' | head -n 1)
+    site=$(mirror)
     # In memory where there is room: debootstrap forces thousands of small files out.
     if [[ $(df -m --output=avail /dev/shm | tail -n 1) -gt 1000 ]] &&
         ! grep -qE ' /dev/shm [^ ]+ [^ ]*(noexec|nodev)' /proc/mounts; then
@@ -145,8 +152,8 @@ EOF
 
 up() {
     mkdir -p "$STATE"
-    if ! answers; then
-        command -v docker >/dev/null && command -v dockerd >/dev/null || install_engine
+    if ! answers && ! { command -v docker && command -v dockerd; } >/dev/null; then
+        install_engine
     fi
     has_plugins || install_plugins
     answers || start_engine
