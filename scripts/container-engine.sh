@@ -44,11 +44,16 @@ mirror() {
     apt-get indextargets --format '$(SITE)' 'Release: bookworm' 'Created-By: Packages' | sed -n 1p
 }
 
+# Waits where somebody else is installing.
+apt_install() {
+    apt-get -o DPkg::Lock::Timeout=300 install -y -q --no-install-recommends "$@"
+}
+
 install_engine() {
     may_install "docker or dockerd is missing"
     say "installing docker.io"
     apt-get update -q >"$STATE/apt.log" 2>&1 || unavailable "apt-get update failed" "$STATE/apt.log"
-    apt-get install -y -q --no-install-recommends docker.io iproute2 iptables ca-certificates procps \
+    apt_install docker.io iproute2 iptables ca-certificates procps \
         >>"$STATE/apt.log" 2>&1 || unavailable "docker.io cannot be installed" "$STATE/apt.log"
 }
 
@@ -64,11 +69,11 @@ install_plugins() {
     local options=(-o "Dir::Etc::sourcelist=$lists/next.sources" -o Dir::Etc::sourceparts=-
         -o "Dir::State::lists=$lists/lists" -o "Dir::Cache=$lists/cache" -o APT::Sandbox::User=root)
     (
-        cd "$lists"
-        apt-get install -y -q --no-install-recommends debian-archive-keyring
-        apt-get "${options[@]}" update -q
-        apt-get "${options[@]}" download docker-compose docker-buildx
-        apt-get install -y -q --no-install-recommends ./docker-compose_*.deb ./docker-buildx_*.deb
+        cd "$lists" &&
+            apt_install debian-archive-keyring &&
+            apt-get "${options[@]}" update -q &&
+            apt-get "${options[@]}" download docker-compose docker-buildx &&
+            apt_install ./docker-compose_*.deb ./docker-buildx_*.deb
     ) >"$STATE/plugins.log" 2>&1 || unavailable "they cannot be installed" "$STATE/plugins.log"
 }
 
@@ -96,8 +101,8 @@ pull() { timeout "$PULL_TIMEOUT_S" docker pull -q "$1" >>"$STATE/pull.log" 2>&1;
 make_base() {
     may_install "no registry answers and debootstrap is needed for stand-in images"
     say "no registry answers: making stand-ins from Debian's packages"
-    command -v debootstrap >/dev/null || apt-get install -y -q --no-install-recommends debootstrap \
-        >>"$STATE/apt.log" 2>&1 || unavailable "debootstrap cannot be installed" "$STATE/apt.log"
+    command -v debootstrap >/dev/null || apt_install debootstrap >>"$STATE/apt.log" 2>&1 ||
+        unavailable "debootstrap cannot be installed" "$STATE/apt.log"
     local folder=$STATE site
     site=$(mirror)
     # In memory where there is room: debootstrap forces thousands of small files out.

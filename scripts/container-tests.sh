@@ -4,8 +4,8 @@
 #
 #   container-tests.sh [arguments for pytest]
 #
-# Starts a container engine where none answers (container-engine.sh), and ends it again. Only where none
-# can be started are the tests skipped, which the last line says.
+# Starts a container engine where none answers (container-engine.sh), and ends that one again. Only where
+# none can be started are the tests skipped, which the last line says.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,7 +15,7 @@ export COMPOSE_PROJECT_NAME=diloco-test-$$
 export COMPOSE_FILE=compose/compose.yaml
 label=com.docker.compose.project=$COMPOSE_PROJECT_NAME
 
-step() { echo "container tests: $* ($((SECONDS)) s)"; }
+step() { echo "container tests: $* ($SECONDS s)"; }
 
 remains() {
     docker ps --all --quiet --filter "label=$label"
@@ -39,11 +39,13 @@ remove() {
         echo "container tests: something is left of $COMPOSE_PROJECT_NAME: $(remains)" >&2
         code=1
     fi
-    scripts/container-engine.sh down || code=1
+    [[ $answered == yes ]] || scripts/container-engine.sh down || code=1
     step "exit code $code"
     exit "$code"
 }
 
+answered=yes
+docker info >/dev/null 2>&1 || answered=no
 engine=0
 scripts/container-engine.sh up || engine=$?
 if [[ $engine == 69 ]]; then
