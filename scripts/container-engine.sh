@@ -12,7 +12,7 @@
 # Exit codes: 0 done, 69 no engine can be had here (the reason is the last line), 1 anything else.
 set -euo pipefail
 
-STATE=${CONTAINER_ENGINE_STATE:-/var/tmp/decoupled-diloco-engine}
+STATE=${CONTAINER_ENGINE_STATE:-/var/tmp/decoupled-diloco-engine-$UID}
 PULL_TIMEOUT_S=90
 PYTHON_IMAGE=python:3.11-slim-bookworm
 REDIS_IMAGE=redis:7-bookworm

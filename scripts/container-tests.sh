@@ -27,6 +27,8 @@ remains() {
 remove() {
     local code=$?
     trap - EXIT
+    trap '' INT TERM
+    [[ -z ${tests:-} ]] || kill "$tests" 2>/dev/null || true
     if [[ $code != 0 ]]; then
         docker compose --profile tools ps --all || true
         docker compose --profile tools logs --tail 40 || true
@@ -60,6 +62,10 @@ trap 'exit 130' INT TERM
 step "building images"
 scripts/build-images.sh "$IMAGE_TAG"
 step "running tests"
+# In the background: who ends this script does not wait for them.
 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 CONTAINER_TESTS=1 "$PYTHON" -m pytest -p timeout -p asyncio -q \
-    tests/containers "$@"
+    tests/containers "$@" &
+tests=$!
+wait "$tests"
+tests=
 step "passed"

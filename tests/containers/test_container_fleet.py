@@ -131,6 +131,7 @@ def test_learners_are_scaled_up_and_a_drained_one_stays_away(fleet: ComposeFleet
     assert fresh in fleet.learners("drained")
     rises(fleet)
     assert inspect(host)["State"]["Status"] == "exited"
+    run("docker", "rm", "--volumes", host)
 
 
 def test_the_model_is_written_and_used_while_the_fleet_trains(fleet: ComposeFleet) -> None:
