@@ -93,7 +93,8 @@ def test_what_is_long_lived_is_checked_and_started_again(name: str) -> None:
         assert values["restart"] in {"unless-stopped", "on-failure"}
         assert values["healthcheck"]["test"]
         for other, condition in values.get("depends_on", {}).items():
-            wanted = "completed_successfully" if other in ENDS else "healthy"
+            states = {"prepare": "completed_successfully", "standby": "started"}
+            wanted = states.get(other, "healthy")
             assert condition == {"condition": f"service_{wanted}"}
 
 
