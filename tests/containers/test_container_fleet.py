@@ -142,6 +142,22 @@ def test_the_model_is_written_and_used_while_the_fleet_trains(fleet: ComposeFlee
     assert text.startswith("The ")
 
 
+def test_the_link_of_a_datacenter_is_slow_until_the_overlay_is_taken_away(
+    fleet: ComposeFleet,
+) -> None:
+    files = ("--file", str(COMPOSE / "compose.yaml"), "--file", str(COMPOSE / "chaos.yaml"))
+    fleet.compose(*files, "up", "--detach", "--no-build", "--no-deps", "--no-recreate", "link")
+    (link,) = fleet.containers("link")
+    wait_for("the link is slow", lambda: health(link) == "healthy")
+    attach = ("--network", f"container:{fleet.container('learner-b')}", "--entrypoint", "tc")
+    image = inspect(link)["Config"]["Image"]
+    show = ("docker", "run", "--rm", *attach, image, "qdisc", "show", "dev", "eth0")
+    assert "tbf" in run(*show)
+    fleet.compose(*files, "rm", "--stop", "--force", "link")
+    assert "tbf" not in run(*show)
+    rises(fleet)
+
+
 def test_it_stops_without_force_and_goes_on_where_it_was(fleet: ComposeFleet) -> None:
     before = wait_for("a global step", lambda: max(fleet.global_step(), 0) or None)
     term = wait_for("a leader", fleet.leader)[1]
