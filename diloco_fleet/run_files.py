@@ -79,6 +79,11 @@ class RunFiles:
         return self.root / "trainer.json"
 
     @property
+    def synchronizer_config(self) -> Path:
+        """Settings of the run for synchronizers that `diloco run` does not start, TOML."""
+        return self.root / "synchronizer.toml"
+
+    @property
     def data(self) -> Path:
         """The corpus of the run."""
         return self.root / "data"

@@ -31,6 +31,7 @@ SURFACE = {
         --precision --seed --data --pace --slow-learner --restart --max-restarts --redis --standby
         --replication --device --recover --data-mode
         --evaluate-every --port --name --run-dir --resume --snapshot --log-format""",
+    "prepare": "--run-dir --key-file --config",
     "status": "--run-dir --address --json --watch --insecure",
     "snapshot": "--wait --timeout --run-dir --address --insecure",
     "quorum": "--run-dir --address --insecure",
