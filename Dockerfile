@@ -77,7 +77,7 @@ RUN apt-get update \
 
 FROM runtime AS synchronizer
 LABEL org.opencontainers.image.title="Decoupled DiLoCo synchronizer"
-EXPOSE 50051
+EXPOSE 50051 8080
 HEALTHCHECK --interval=10s --timeout=10s --start-period=60s --retries=3 \
     CMD ["diloco-health", "serving", "127.0.0.1:50051"]
 ENTRYPOINT ["diloco-synchronizer"]
@@ -85,6 +85,7 @@ CMD ["serve", "--store", "/var/lib/diloco/store"]
 
 FROM runtime AS learner
 LABEL org.opencontainers.image.title="Decoupled DiLoCo learner"
+EXPOSE 8080
 HEALTHCHECK --interval=20s --timeout=10s --start-period=120s --retries=3 \
     CMD ["diloco-health", "writing", "/var/lib/diloco/run", \
          "--name-file", "/var/lib/diloco/self/learner-id", "--max-age", "60"]

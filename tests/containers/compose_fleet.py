@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,12 +52,14 @@ class ComposeFleet:
     """The compose project of this run of the tests; scripts/container-tests.sh removes it."""
 
     def __init__(self, **settings: object) -> None:
-        self.ports = _free_ports(2)
+        *self.ports, self.page_port, standby_page_port = _free_ports(4)
         self.environ = {
             **os.environ,
             "COMPOSE_ENV_FILES": os.devnull,
             "SYNCHRONIZER_PORT": str(self.ports[0]),
             "STANDBY_PORT": str(self.ports[1]),
+            "STATUS_PORT": str(self.page_port),
+            "STANDBY_STATUS_PORT": str(standby_page_port),
             **{name: str(value) for name, value in settings.items()},
         }
 
@@ -76,6 +79,12 @@ class ComposeFleet:
         except (AssertionError, ValueError):
             return None
         return seen if seen["status"] is not None else None
+
+    def page(self, path: str) -> str:
+        """What the synchronizer's HTTP port on this machine answers."""
+        url = f"http://127.0.0.1:{self.page_port}{path}"
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return str(response.read().decode())
 
     def leader(self) -> tuple[str, int] | None:
         """Service that leads, and its term; None while nobody does."""

@@ -74,6 +74,16 @@ def test_nothing_runs_as_root_has_a_capability_or_writes_its_root(fleet: Compose
             assert "Read-only file system" in refusal, role
 
 
+def test_status_page_and_metrics_are_served(fleet: ComposeFleet) -> None:
+    assert "<html" in fleet.page("/")
+    assert json.loads(fleet.page("/status.json"))
+    assert "diloco_build_info" in fleet.page("/metrics")
+    read = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8080/metrics').read())"
+    for service in ("learner", "learner-b"):
+        said = fleet.compose("exec", "-T", service, "python", "-c", read)
+        assert "diloco_learner_step" in said, service
+
+
 def test_redis_is_reached_by_synchronizers_alone(fleet: ComposeFleet) -> None:
     attempt = "import socket; socket.create_connection(('redis', 6379), 3); print('reached')"
     for service, reached in (("standby", True), ("learner", False), ("learner-b", False)):
