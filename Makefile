@@ -40,13 +40,15 @@ help:
 	@echo 'make test         run the tests'
 	@echo 'make chaos        break fleets on purpose, and see what holds (diloco chaos run all --short)'
 	@echo 'make lint         ruff, mypy and buf'
+	@echo 'make images       build the container images of compose/ (decoupled-diloco/NAME:dev)'
+	@echo 'make test-containers   run a fleet of containers and test it; starts an engine if need be'
 	@echo 'make proof-NAME   the long form of a claim; output goes to benchmarks/proofs/NAME.txt'
 	@echo '                  names: $(or $(PROOFS),none yet)'
 	@echo 'make protos       regenerate the modules of protos/ after a change of a .proto'
 	@echo 'make lock         resolve pyproject.toml anew and write requirements.lock'
 	@echo 'make clean        remove the environment and all caches; runs/ stays'
 	@echo
-	@echo 'ARGS="..."        more arguments for run, test and proof-NAME'
+	@echo 'ARGS="..."        more arguments for run, test, test-containers and proof-NAME'
 	@echo 'TORCH=cpu|cuda|existing   which torch .venv has; existing keeps the one of your Python'
 	@echo 'TORCH_INDEX=URL   extra package index for torch; empty for none'
 	@echo 'PYTHON=PATH       the Python that .venv is made with, 3.11 or later'
@@ -62,6 +64,14 @@ PYTEST_PLUGINS_USED := -p xdist -p asyncio -p timeout -p pytest_cov -p hypothesi
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest \
 		$(PYTEST_PLUGINS_USED) -q -n 2 --dist loadfile $(ARGS)
+
+.PHONY: images
+images:
+	@scripts/build-images.sh
+
+.PHONY: test-containers
+test-containers: $(STAMP)
+	@scripts/container-tests.sh $(ARGS)
 
 .PHONY: lint
 lint: $(STAMP)
@@ -105,5 +115,5 @@ lock:
 
 .PHONY: clean
 clean:
-	@rm -rf $(VENV) .make build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf $(VENV) .make artifacts build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

@@ -15,6 +15,7 @@ from diloco_fleet.early_look import refuse_resume_of_running
 COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "run": "Train a model with a whole fleet on this machine.",
+        "prepare": "Prepare a run whose processes are started by other means than `diloco run`.",
         "status": "Show what a running fleet does now.",
         "snapshot": "Take a consistent snapshot of a running fleet, or list those of a run.",
         "quorum": "Show the minimum quorum of a running fleet, or set it.",

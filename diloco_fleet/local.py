@@ -90,6 +90,7 @@ class Supervisor:
         redis: what synchronizers with a standby meet on; its death stops nothing.
         leader: name of the synchronizer that leads, where that is known.
         clock: monotonic, seconds.
+        pages: where a browser finds the status page of each synchronizer.
     """
 
     def __init__(
@@ -108,11 +109,13 @@ class Supervisor:
         redis: ProcessSpec | None = None,
         leader: Callable[[], str | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        pages: Sequence[str] = (),
     ) -> None:
         self.phase = Phase.RUNNING
         self._files = files
         self._run_id = run_id
         self._address = address
+        self._pages = tuple(pages)
         self._redis = [Process(redis, policy, files.root)] if redis is not None else []
         self._synchronizers = [Process(spec, policy, files.root) for spec in synchronizers]
         self._evaluator = Process(evaluator, policy, files.root)
@@ -320,6 +323,7 @@ class Supervisor:
             state=self.phase.value,
             started=self._started,
             processes=tuple(process.entry() for process in self.processes),
+            pages=self._pages,
         )
         try:
             content.write(self._files.fleet)

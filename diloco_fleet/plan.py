@@ -39,6 +39,7 @@ class Plan:
         evaluator: its process.
         learners: their processes, by index.
         redis: what the synchronizers meet on; None without a standby.
+        pages: where a browser finds the status page of each synchronizer.
     """
 
     addresses: tuple[str, ...]
@@ -46,6 +47,7 @@ class Plan:
     evaluator: ProcessSpec
     learners: tuple[ProcessSpec, ...]
     redis: RedisPlan | None = None
+    pages: tuple[str, ...] = ()
 
     @property
     def address(self) -> str:
@@ -87,11 +89,14 @@ class _Planner:
             finishes=not is_synchronizer(name),
         )
 
-    def synchronizer(self, name: str, index: int, address: str, *more: str) -> ProcessSpec:
+    def synchronizer(
+        self, name: str, index: int, address: str, page: str, *more: str
+    ) -> ProcessSpec:
         return self.spec(
             name,
             "synchronizer_server.cli",
-            *("serve", "--address", address, "--store", str(self.files.store_of(index))),
+            *("serve", "--address", address, "--http-address", page),
+            *("--store", str(self.files.store_of(index))),
             *("--snapshots", str(self.files.snapshots)),
             *("--journal", str(self.files.metrics_of(name))),
             *("--trainer-json-file", str(self.files.trainer)),
@@ -137,13 +142,13 @@ def make_plan(
         faults=environ.get(FAULTS, ""),
         log_format=log_format,
     )
+    num_synchronizers = 2 if fleet.standby else 1
+    *ports, redis_port = free_ports(fleet.port, *[0] * (2 * num_synchronizers))
     redis = None
     if fleet.standby:
-        *ports, redis_port = free_ports(fleet.port, 0, 0)
         redis = plan_redis(fleet.redis, files, redis_port, planner.environment)
-    else:
-        ports = free_ports(fleet.port)
-    addresses = tuple(f"{_HOST}:{port}" for port in ports)
+    local = tuple(f"{_HOST}:{port}" for port in ports)
+    addresses, pages = local[:num_synchronizers], local[num_synchronizers:]
     common = ("--address", ",".join(addresses), "--run-dir", str(files.root))
     evaluator = planner.spec(
         EVALUATOR,
@@ -152,15 +157,19 @@ def make_plan(
     )
     return Plan(
         addresses=addresses,
-        synchronizers=_synchronizers(planner, addresses, redis),
+        synchronizers=_synchronizers(planner, addresses, pages, redis),
         evaluator=evaluator,
         learners=planner.learners(devices, *common),
         redis=redis,
+        pages=tuple(f"http://{page}/" for page in pages),
     )
 
 
 def _synchronizers(
-    planner: _Planner, addresses: tuple[str, ...], redis: RedisPlan | None
+    planner: _Planner,
+    addresses: tuple[str, ...],
+    pages: tuple[str, ...],
+    redis: RedisPlan | None,
 ) -> tuple[ProcessSpec, ...]:
     """One synchronizer; or several that know of one another and meet on a Redis."""
     url = planner.resolved.fleet.value.redis if redis is None else redis.url
@@ -174,7 +183,7 @@ def _synchronizers(
             name = f"{SYNCHRONIZER}-{index}"
             peers = ",".join(other for other in addresses if other != address)
             more = ("--peers", peers, "--advertise", address, "--key-file", str(planner.files.key))
-        spec = planner.synchronizer(name, index, address, *more)
+        spec = planner.synchronizer(name, index, address, pages[index], *more)
         environment = {**spec.environment, **secrets}
         specs.append(dataclasses.replace(spec, environment=environment))
     return tuple(specs)

@@ -79,6 +79,11 @@ class RunFiles:
         return self.root / "trainer.json"
 
     @property
+    def synchronizer_config(self) -> Path:
+        """Settings of the run for synchronizers that `diloco run` does not start, TOML."""
+        return self.root / "synchronizer.toml"
+
+    @property
     def data(self) -> Path:
         """The corpus of the run."""
         return self.root / "data"
@@ -187,6 +192,7 @@ class FleetFile:
         state: ``running``, ``finishing``, ``draining`` or ``ended``.
         started: unix time.
         processes: every process of the fleet.
+        pages: where a browser finds the status page of each synchronizer.
     """
 
     run_id: str
@@ -195,6 +201,7 @@ class FleetFile:
     state: str
     started: float
     processes: tuple[ProcessEntry, ...]
+    pages: tuple[str, ...] = ()
 
     def write(self, path: Path) -> None:
         """Writes the file, whole or not at all.
@@ -222,7 +229,8 @@ def read_fleet(path: Path) -> FleetFile:
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
         processes = tuple(ProcessEntry(**entry) for entry in values.pop("processes"))
-        return FleetFile(processes=processes, **values)
+        pages = tuple(str(page) for page in values.pop("pages", ()))
+        return FleetFile(processes=processes, pages=pages, **values)
     except OSError as error:
         raise UsageError(
             Reason.RUN_NOT_FOUND,

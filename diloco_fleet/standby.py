@@ -11,6 +11,7 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from decoupled_diloco.errors import Reason, UsageError
@@ -93,13 +94,26 @@ def write_standby(files: RunFiles, redis: RedisPlan) -> None:
     """
     from learner_client.files import storage_errors
 
+    write_key(files.key)
     with storage_errors(files.root, "writing"):
-        if not files.key.exists():
-            _write_secret(files.key.with_suffix(".new"), secrets.token_hex(_KEY_BYTES) + "\n")
-            files.key.with_suffix(".new").replace(files.key)
         if redis.config:
             files.redis.mkdir(exist_ok=True)
             _write_secret(files.redis_config, redis.config)
+
+
+def write_key(path: Path) -> None:
+    """Writes a new secret that signs claims of leadership, unless there is one.
+
+    Raises:
+        DilocoError: DISK_FULL or STORAGE_FAILED.
+    """
+    from learner_client.files import storage_errors
+
+    with storage_errors(path, "writing"):
+        if not path.exists():
+            new = path.with_suffix(".new")
+            _write_secret(new, secrets.token_hex(_KEY_BYTES) + "\n")
+            new.replace(path)
 
 
 def _write_secret(path: os.PathLike[str], text: str) -> None:

@@ -38,6 +38,7 @@ class Scene:
         evaluation: the last one; None before the first.
         processes: state of every process as the supervisor sees it, with its restarts.
         synchronizers: every synchronizer as it last answered.
+        pages: where a browser finds the status page of each.
     """
 
     run_id: str
@@ -49,6 +50,7 @@ class Scene:
     evaluation: Evaluation | None = None
     processes: Mapping[str, tuple[str, int]] | None = None
     synchronizers: Sequence[Seen] = ()
+    pages: Sequence[str] = ()
 
     @property
     def missed(self) -> bool:
@@ -105,6 +107,8 @@ def render(scene: Scene) -> RenderableType:
         return Group(_headline(scene), waiting, process_table(scene.processes or {}))
     parts: list[RenderableType] = [_headline(scene), _progress(status, scene.eta_s)]
     parts += [Text(line) for line in leadership_lines(scene.synchronizers)]
+    if scene.pages:
+        parts.append(Text(pages_line(scene.pages)))
     parts.append(LearnerTable(status, scene.processes or {}))
     parts += [Text(line) for line in _round_lines(status)]
     if scene.evaluation is not None:
@@ -121,6 +125,11 @@ def _headline(scene: Scene) -> Text:
             f"  synchronizer away for {duration(scene.away_s)}, learners train on", style="yellow"
         )
     return text
+
+
+def pages_line(pages: Sequence[str]) -> str:
+    """Returns where a browser finds the status page of each synchronizer."""
+    return f"status page{'s' if len(pages) > 1 else ''}: {', '.join(pages)}"
 
 
 def leadership_lines(synchronizers: Sequence[Seen]) -> list[str]:

@@ -11,6 +11,7 @@ from learner_client.data import DataStatus, LeasedData, epoch_order
 from learner_client.errors import DilocoError, Reason, UsageError
 from learner_client.inner_state import InnerState, OptimizerState
 from learner_client.learner import Learner
+from learner_client.metrics import serve_metrics
 from learner_client.overhead import Overhead
 from learner_client.parameters import ModuleParameters, Parameters
 from learner_client.run_info import fetch_settings, wait_for_settings
@@ -48,5 +49,6 @@ __all__ = [
     "fetch_settings",
     "load_training_state",
     "save_training_state",
+    "serve_metrics",
     "wait_for_settings",
 ]

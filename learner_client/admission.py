@@ -40,10 +40,22 @@ class Admission:
             link.exchange.data.restore(saved.leases)
         self._request_id = f"{link.runtime.rng.getrandbits(128):032x}"
 
-    async def relay(self, calls: Transport, held: dict[int, Version]) -> None:
-        """Takes the highest claim to a synchronizer that knows of none so high; obeys nothing."""
+    async def relay(self, calls: Transport) -> None:
+        """Takes the highest claim to a synchronizer that knows of none so high; obeys nothing.
+
+        By the time it arrives that synchronizer may lead a later term: nobody joins by it.
+        """
+        link = self._link
+        request = synchronizer_pb2.JoinRequest(
+            protocol_version=PROTOCOL_VERSION,
+            run_id=self._run_id,
+            learner_id=link.identity.learner_id,
+            request_id=self._request_id,
+            claim=self._search.claim,
+            relays_claim=True,
+        )
         try:
-            response = await calls.join(self._request(held))
+            response = await calls.join(request)
         except DilocoError as error:
             if error.reason is Reason.BAD_CLAIM:
                 self._search.judged(error)
@@ -75,6 +87,13 @@ class Admission:
         link.exchange.granted(grant)
         return grant
 
+    @property
+    def _run_id(self) -> str:
+        """The run that is wanted, or was joined before; empty takes whichever is served."""
+        link = self._link
+        before = link.exchange.grant
+        return link.identity.run_id or ("" if before is None else before.settings.run_id)
+
     def _request(self, held: dict[int, Version]) -> synchronizer_pb2.JoinRequest:
         link = self._link
         before, layout = link.exchange.grant, link.exchange.layout
@@ -87,7 +106,7 @@ class Admission:
             snapshot, previous = str(saved.cut.name), saved.leases.incarnation
         return synchronizer_pb2.JoinRequest(
             protocol_version=PROTOCOL_VERSION,
-            run_id=link.identity.run_id or ("" if before is None else before.settings.run_id),
+            run_id=self._run_id,
             learner_id=link.identity.learner_id,
             request_id=self._request_id,
             layout_fingerprint="" if layout is None else layout.fingerprint,

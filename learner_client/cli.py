@@ -37,8 +37,10 @@ def _config_option(command: Callable[..., int]) -> Callable[..., int]:
 @click_options(LearnerSettings)
 def train_command(config_file: Path | None, **flags: object) -> int:
     """Trains one learner until the run is complete."""
-    settings = _load(LearnerSettings, "learner", flags, config_file)
-    _begin(settings.log_format, settings.learner_id or "learner")
+    from learner_client.train.identity import identified
+
+    settings = identified(_load(LearnerSettings, "learner", flags, config_file))
+    _begin(settings.log_format, settings.learner_id)
     from learner_client.train.loop import train
     from learner_client.train.stopping import stop_on_signals
 

@@ -102,6 +102,7 @@ class Exchange:
         """Logs a change of state and hands it on."""
         if change is None:
             return
+        self.tally.offline.heed(online=change.online)
         is_fault = not change.online and change.state not in (State.JOINING, State.LEFT)
         is_fault = is_fault or change.reason == Reason.QUARANTINED
         level = logging.WARNING if is_fault or change.state in _BAD else logging.INFO
@@ -266,6 +267,7 @@ class Exchange:
         """An update is in the model."""
         self.snapshots.applied(update.version)
         with self._lock:
+            self.tally.num_applied += 1
             self._drop_capture(update.fragment)
             self._bases[update.fragment] = update.vector
             self.core.applied(update.fragment, update.version)
@@ -301,6 +303,7 @@ class Exchange:
     ) -> None:
         """Hands over the report of this step."""
         with self._lock:
+            self.tally.trained(num_tokens, loss)
             self.core.report(
                 num_tokens=num_tokens,
                 loss=loss,

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from decoupled_diloco.errors import Reason, UsageError
-from decoupled_diloco.layout import Layout
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Incarnation
 from learner_client.boundary import Boundary
@@ -29,6 +28,7 @@ from learner_client.grants import Grant
 from learner_client.inner_state import InnerState
 from learner_client.inner_work import InnerWork
 from learner_client.link import Identity
+from learner_client.metrics import LearnerCollector
 from learner_client.overhead import Overhead, OverheadMeter
 from learner_client.parameters import ModuleParameters, Parameters
 from learner_client.runtime import Runtime
@@ -77,10 +77,12 @@ class Learner:
         transport: opens another transport than gRPC; replaces ``address``.
         connect: opens another transport than gRPC to one of the addresses.
         runtime: time, chance and threads, for scripted fleets.
-        snapshots: where this learner's parts of the fleet's snapshots go; without it, it is left
-            out of them.
+        snapshots: where its parts of the fleet's snapshots go; without it, it is left out of them.
         training_state: copies everything that the loop depends on (`TrainingState.capture`);
             called within ``step`` where a snapshot is due.
+
+    Attributes:
+        metrics: what Prometheus may scrape, for a registry or for ``serve_metrics``.
 
     Raises:
         UsageError: where model or arguments cannot be right.
@@ -143,6 +145,7 @@ class Learner:
         self._worker: Worker | None = None
         self._task: asyncio.Task[None] | None = None
         self._meter = OverheadMeter()
+        self.metrics = LearnerCollector(learner_id, self._exchange, self._meter)
         self._stepped_at = 0.0
 
     # -- the loop --------------------------------------------------------------------------
@@ -367,6 +370,7 @@ class Learner:
             raise UsageError(
                 Reason.CONFIG_CONFLICT, "a Learner is entered once; create a new one to join again"
             )
+        self._stepped_at = time.perf_counter()
         self._worker = Worker(
             exchange=self._exchange,
             parameters=self._parameters,
@@ -383,7 +387,7 @@ class Learner:
         if self._saved is not None and self._worker is not None:
             self._boundary.go_on(self._saved, self.settings)
             self._worker.wake()
-        self._stepped_at = time.perf_counter()
+        self._stepped_at = self._meter.joined(entered_at=self._stepped_at)
 
     def _running(self) -> Worker:
         if self._worker is None or self._exchange.grant is None:
@@ -394,7 +398,3 @@ class Learner:
         if self._exchange.grant is None:
             raise UsageError(Reason.CONFIG_CONFLICT, "the learner has not joined; enter it first")
         return self._exchange.grant
-
-    def _layout(self) -> Layout:
-        assert self._exchange.layout is not None, "joined"
-        return self._exchange.layout

@@ -173,7 +173,7 @@ class Worker:
         watcher = Watcher(link, saved)
         pusher = Pusher(link, self._fail_session)
         search, admission = self._search, Admission(link, self._search, self._saved)
-        search.relay = lambda calls: admission.relay(calls, watcher.versions)
+        search.relay = admission.relay
         self._inner.begin(link, lambda: watcher.versions)
         grant = None
         leaser = Leaser(link)

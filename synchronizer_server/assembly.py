@@ -12,7 +12,7 @@ from pathlib import Path
 from decoupled_diloco.claims import Claim
 from decoupled_diloco.codecs import check_codecs
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
-from decoupled_diloco.journal import Journal
+from decoupled_diloco.journal import Journal, Observer
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.versions import Version
 from synchronizer_server.commits import Committer
@@ -47,6 +47,7 @@ class Outside:
         store_runner: runs the store.
         clock: monotonic seconds.
         journal_path: file of events, if wanted.
+        on_event: hears of the same events.
     """
 
     store: RoundStore
@@ -55,6 +56,7 @@ class Outside:
     store_runner: Runner
     clock: Callable[[], float]
     journal_path: Path | None = None
+    on_event: Observer | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +112,7 @@ async def assemble(
         committer=_new_committer(settings, outside, claim.term),
         tensors_runner=outside.tensors_runner,
         clock=outside.clock,
-        journal=Journal(outside.journal_path),
+        journal=Journal(outside.journal_path, observer=outside.on_event),
         max_staged_bytes=max_staged_bytes,
         claim=claim,
         replicas=replicas,

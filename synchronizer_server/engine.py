@@ -29,6 +29,7 @@ from synchronizer_server.streams import ReportStream
 from synchronizer_server.tensors import TensorBook
 from synchronizer_server.tickets import TicketDesk
 from synchronizer_server.updates import UpdateBook
+from synchronizer_server.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ class Engine:
         self.limits = StreamLimits()
         self.roll_backs = RollBacks()
         self.ledger = Ledger()
-        self.rounds = RoundWork(parts, self.ledger, self.handle)
+        self.vitals = Vitals()
+        self.rounds = RoundWork(parts, self.ledger, self.vitals, self.handle)
         self.relays = RelayDesk(self.tell, parts.journal)
         self.snapshots = SnapshotDesk(
             parts, handle=self.handle, send_all=self._send_all, spawn=self.spawn
@@ -281,7 +283,7 @@ class Engine:
 
     def _answer(self, effect: fx.AnswerPush) -> None:
         if effect.outcome is not fx.Outcome.ACCEPTED:
-            self.ledger.pushes_by_reason[str(effect.reason)] += 1
+            self.ledger.turned_down(effect.outcome, str(effect.reason))
         ticket = self.tickets.drop(effect.key)
         if ticket is not None:
             ticket.settle(
@@ -306,7 +308,8 @@ class Engine:
             base = header.accepted[key.learner_id].base
             older_base = self.updates.copy_at(key.fragment, base)
             assert older_base is not None, "retained by core and shell alike"
-        self.ledger.bytes_up[key.learner_id] += ticket.encoding.payload_bytes
+        encoding = ticket.encoding
+        self.ledger.accepted(key.learner_id, encoding.payload_bytes, encoding.codec)
         done = self.parts.tensors_runner.submit(
             lambda: self.tensors.accumulate(
                 key.global_step, key.fragment, vector, effect.weight, older_base

@@ -25,8 +25,10 @@ async def run_heartbeats(engine: Engine, membership: Membership) -> None:
         try:
             await beat(engine, membership)
         except DilocoError as error:
+            engine.vitals.membership_failure = error.reason
             changes.log("membership", str(error.reason), error.message, level=logging.WARNING)
         else:
+            engine.vitals.membership_failure = None
             if changes.reason("membership") is not None:
                 changes.log("membership", "reachable")
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
+from typing import Final
 
 from decoupled_diloco.claims import Claim
 from decoupled_diloco.errors import DilocoError
@@ -16,6 +17,8 @@ from synchronizer_server.core.lease import Holder, LeaseCore, Role, Seen
 from synchronizer_server.membership.lease_base import LeaseKeeper, LeaseView
 
 logger = logging.getLogger(__name__)
+
+_REACHABLE: Final = "reachable"
 
 AskPeers = Callable[[], Awaitable[Collection[lease.Peer]]]
 
@@ -123,6 +126,11 @@ class Leadership:
         """How long the lease is ours still, seconds."""
         return max(self.core.held_until - self._clock(), 0.0) if self.holds() else 0.0
 
+    @property
+    def keeper_answers(self) -> bool:
+        """False while the keeper of the lease does not answer."""
+        return self._says.reason("keeper") in {None, _REACHABLE}
+
     def cannot_begin(self, reason: str) -> None:
         """The term that was won could not be begun; what follows is `give_up`."""
         self.core.stand_back(reason, self._clock())
@@ -160,11 +168,17 @@ class Leadership:
         if self.core.role is not Role.LEADING:
             return
         claim = self.claim()
-        self._do(self.core.step_down(reason))
+        self._do(self.core.step_down(reason, forget=forget))
+        await self._release(claim, forget=forget)
+
+    async def _release(self, claim: Claim, *, forget: bool = False) -> None:
         try:
             await self._keeper.release(claim, forget=forget)
         except DilocoError as error:
             logger.warning("the lease runs out by itself: %s", error.message)
+            return
+        if forget:
+            self.core.forgotten()
 
     def heard(self, claim: Claim, address: str = "") -> bool:
         """Takes a claim from outside; returns whether it is signed and of this run.
@@ -208,6 +222,8 @@ class Leadership:
                     self._spawn(self._ask(self._acquire(effect.term)))
                 case lease.AskPeers():
                     self._spawn(self._peers())
+                case lease.Forget():
+                    self._spawn(self._release(self._bidder.claim(effect.term), forget=True))
                 case lease.Lead():
                     logger.info("leads in term %d", effect.term)
                     self._wake()
@@ -262,7 +278,7 @@ class Leadership:
                 self.on_lease(None)
         else:
             if self._says.reason("keeper") is not None:
-                self._says.log("keeper", "reachable")
+                self._says.log("keeper", _REACHABLE)
             self._answered(view, asked_at)
         self._wake()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from decoupled_diloco.v1 import admin_pb2
 from decoupled_diloco.versions import Version
 from synchronizer_server.core.data_records import DataRecord
-from synchronizer_server.core.effects import RoundSummary
+from synchronizer_server.core.effects import Outcome, RoundSummary
 from synchronizer_server.core.records import DrainRecord, RoundRecord
 from synchronizer_server.core.roster import MOST_TOKENS
 from synchronizer_server.core.state import CoreState, Restored
@@ -24,31 +24,44 @@ class Ledger:
         num_contributions: sum of their contributors.
         num_live: sum of the learners live in them.
         contributors: rounds by number of contributors.
-        pushes_by_reason: pushes that were dropped or refused, by reason code.
+        answers: answers to pushes, by outcome and reason code (empty for the accepted).
         measured_h_sum: sum over rounds that measured it.
         measured_h_rounds: how many did.
         bytes_up: bytes of outer gradients by learner id.
         bytes_down: bytes of updates by learner id.
         bytes_observed: bytes of updates to observers.
+        bytes_by_codec: all of these bytes, by leg (push, update, observer) and codec.
     """
 
     num_rounds: int = 0
     num_contributions: int = 0
     num_live: int = 0
     contributors: Counter[int] = field(default_factory=Counter)
-    pushes_by_reason: Counter[str] = field(default_factory=Counter)
+    answers: Counter[tuple[Outcome, str]] = field(default_factory=Counter)
     measured_h_sum: float = 0.0
     measured_h_rounds: int = 0
     bytes_up: Counter[str] = field(default_factory=Counter)
     bytes_down: Counter[str] = field(default_factory=Counter)
     bytes_observed: int = 0
+    bytes_by_codec: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def sent(self, learner_id: str | None, num_bytes: int) -> None:
+    def sent(self, learner_id: str | None, num_bytes: int, codec: str) -> None:
         """Counts an update that was sent; None stands for an observer."""
+        self.bytes_by_codec["observer" if learner_id is None else "update", codec] += num_bytes
         if learner_id is None:
             self.bytes_observed += num_bytes
         else:
             self.bytes_down[learner_id] += num_bytes
+
+    def accepted(self, learner_id: str, num_bytes: int, codec: str) -> None:
+        """Counts a push that was accepted."""
+        self.answers[Outcome.ACCEPTED, ""] += 1
+        self.bytes_by_codec["push", codec] += num_bytes
+        self.bytes_up[learner_id] += num_bytes
+
+    def turned_down(self, outcome: Outcome, reason: str) -> None:
+        """Counts a push that was dropped or refused."""
+        self.answers[outcome, reason] += 1
 
     def published(self, summary: RoundSummary) -> None:
         """Takes a published round."""
@@ -61,6 +74,15 @@ class Ledger:
         if summary.measured_h is not None:
             self.measured_h_sum += summary.measured_h
             self.measured_h_rounds += 1
+
+    @property
+    def pushes_by_reason(self) -> dict[str, int]:
+        """Pushes that were dropped or refused, by reason code."""
+        found: Counter[str] = Counter()
+        for (outcome, reason), number in self.answers.items():
+            if outcome is not Outcome.ACCEPTED:
+                found[reason] += number
+        return dict(found)
 
     @property
     def participation(self) -> float:
@@ -80,7 +102,7 @@ class Ledger:
             contributions=self.num_contributions,
             live=self.num_live,
             contributors_histogram=[self.contributors[i] for i in range(most + 1)],
-            pushes_by_reason=dict(self.pushes_by_reason),
+            pushes_by_reason=self.pushes_by_reason,
             tokens_merged=tokens_merged,
             bytes_up=self.bytes_up.total(),
             bytes_down=self.bytes_down.total(),

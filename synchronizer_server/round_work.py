@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import statistics
 from collections.abc import Callable
 from typing import Final
 
@@ -14,6 +16,7 @@ from synchronizer_server.core import effects as fx
 from synchronizer_server.core import events as ev
 from synchronizer_server.ledger import Ledger
 from synchronizer_server.parts import Parts
+from synchronizer_server.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
@@ -27,21 +30,32 @@ class RoundWork:
     Args:
         parts: what the engine is made of.
         ledger: counts what is published.
+        vitals: told how long the work takes, and whether the store fails.
         handle: feeds the core.
     """
 
-    def __init__(self, parts: Parts, ledger: Ledger, handle: Callable[[ev.Event], object]) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        ledger: Ledger,
+        vitals: Vitals,
+        handle: Callable[[ev.Event], object],
+    ) -> None:
         self._parts = parts
         self._ledger = ledger
+        self._vitals = vitals
         self._handle = handle
 
     async def merge(self, effect: fx.MergeRound) -> None:
         """Computes the outer step of a full round."""
         committer, step, target = self._parts.committer, effect.global_step, effect.roll_back_to
+        self._vitals.full(self._parts.core.state.round(step))
+        began = self._parts.clock()
         if target is None:
             version = await committer.merge(step, effect.fragment)
         else:
             version = await committer.roll_back(step, effect.fragment, target)
+        self._vitals.merge.observe(self._parts.clock() - began)
         self._handle(ev.RoundMerged(global_step=effect.global_step, version=version))
 
     async def persist(self, effect: fx.PersistRound) -> None:
@@ -50,8 +64,9 @@ class RoundWork:
         Raises:
             DilocoError: STORE_REMOVED where a standby has all that was published.
         """
-        step = effect.summary.global_step
+        step, clock = effect.summary.global_step, self._parts.clock
         reach(FaultPoint.BEFORE_PERSIST)
+        began = clock()
         try:
             persisted = await self._parts.committer.persist(effect.summary)
         except DilocoError as error:
@@ -59,8 +74,12 @@ class RoundWork:
                 raise
             self._handle(self._persist_failed(step, error))
             return
+        self._vitals.store_failure = None
+        self._vitals.persist.observe(clock() - began)
         reach(FaultPoint.AFTER_PERSIST)
+        began = clock()
         await self._replicate(persisted)
+        self._vitals.replicate.observe(clock() - began)
         reach(FaultPoint.BEFORE_PUBLISH)
         self._handle(ev.RoundPersisted(global_step=step))
 
@@ -79,6 +98,7 @@ class RoundWork:
         return removed and replicas is not None and replicas.core.has_successor
 
     def _persist_failed(self, global_step: int, error: DilocoError) -> ev.PersistFailed:
+        self._vitals.store_failure = error.reason
         subject = f"round {global_step}" if global_step else "the seed"
         logger.error("%s is not persisted, merging waits: %s", subject, error)
         self._parts.journal.write(
@@ -97,6 +117,7 @@ class RoundWork:
         self._parts.committer.publish(summary)
         reach(FaultPoint.AFTER_PUBLISH)
         self._ledger.published(summary)
+        self._vitals.published(summary, effect.sync_s, self._parts.clock())
         self._parts.journal.write(
             "round",
             global_step=summary.global_step,
@@ -113,11 +134,23 @@ class RoundWork:
             sync_s=effect.sync_s,
             step_s=summary.step_s,
             measured_h=summary.measured_h,
+            loss=self._loss(summary),
             bytes_up=self._ledger.bytes_up.total(),
             bytes_down=self._ledger.bytes_down.total(),
             **_data(summary),
             **({"rolled_back": summary.rolled_back} if summary.rolled_back else {}),
         )
+
+    def _loss(self, summary: fx.RoundSummary) -> float | None:
+        """Median of the training losses that the contributors reported last; None without any.
+
+        Not the mean, which one learner with an absurd loss would decide.
+        """
+        roster = self._parts.core.state.roster
+        learners = [roster.find(c.learner_id) for c in summary.contributions]
+        losses = [x.loss for x in learners if x is not None and x.loss is not None]
+        median = statistics.median(losses) if losses else math.nan
+        return median if math.isfinite(median) else None
 
     async def persist_seed(self) -> None:
         """Persists the seed; a failure is tried again."""
@@ -126,6 +159,7 @@ class RoundWork:
         except DilocoError as error:
             self._handle(self._persist_failed(0, error))
             return
+        self._vitals.store_failure = None
         await self._replicate(persisted)
         # Not before: a standby in sync that lacks the seed still must be free to lead a new run.
         await self.mark_seeded()

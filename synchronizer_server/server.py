@@ -15,13 +15,23 @@ import grpc
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from decoupled_diloco.channel import add_port, require_secure, server_options, tune_allocator
+from decoupled_diloco.channel import (
+    Address,
+    add_port,
+    parse_address,
+    require_secure,
+    server_options,
+    tune_allocator,
+)
 from decoupled_diloco.claims import Claim
 from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, Reason, UsageError
 from decoupled_diloco.settings import RunSettings
 from decoupled_diloco.v1 import admin_pb2_grpc, replication_pb2_grpc, synchronizer_pb2_grpc
 from synchronizer_server.assembly import Outside
 from synchronizer_server.election import Election
+from synchronizer_server.http.facts import Sources
+from synchronizer_server.http.history import History
+from synchronizer_server.http.listener import StatusPage
 from synchronizer_server.leadership import Bidder, Leadership
 from synchronizer_server.membership import (
     LeaseKeeper,
@@ -31,6 +41,7 @@ from synchronizer_server.membership import (
     RedisLease,
     RedisMembership,
 )
+from synchronizer_server.metrics import PROCESS, Source, exposition, source_of
 from synchronizer_server.node import Node
 from synchronizer_server.peers import PeerAsker
 from synchronizer_server.runner import ThreadRunner
@@ -71,6 +82,8 @@ class Server:
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
         self._replication_runner = ThreadRunner("replication")
+        self._history = History()
+        self._redis: RedisClient | None = None
 
     async def serve(self) -> int:
         """Serves until SIGTERM or SIGINT; returns the exit code.
@@ -80,6 +93,8 @@ class Server:
         """
         settings = self._settings
         require_secure(settings.address, insecure=settings.insecure)
+        if settings.http_address is not None:
+            require_secure(settings.http_address, insecure=settings.insecure)
         tune_allocator()
         torch.set_num_threads(settings.threads)
         membership, keeper = self._keepers()
@@ -96,6 +111,7 @@ class Server:
             store_runner=ThreadRunner("store"),
             clock=time.monotonic,
             journal_path=settings.journal,
+            on_event=None if settings.http_address is None else self._history.take,
         )
         try:
             election = None if keeper is None else self._election(keeper)
@@ -119,6 +135,7 @@ class Server:
             return MemoryMembership(), None
         timeout_s = min(2.0, self._run.lease_timeout_s / 2)
         client = RedisClient(settings.redis, self._run.run_id, timeout_s=timeout_s)
+        self._redis = client
         return RedisMembership(client), RedisLease(client) if settings.peers else None
 
     def _election(self, keeper: LeaseKeeper) -> Election:
@@ -159,14 +176,18 @@ class Server:
     async def _serve(self, outside: Outside, election: Election | None) -> int:
         board = Switchboard()
         node = Node(self._run, self._settings, outside, board, election)
-        servers = self._servers(board)
+        servers, port = self._servers(board)
+        page = self._page(board, election, port)
 
         async def serve() -> None:
             for server in servers:
                 await server.start()
+            if page is not None:
+                await page.start()
             await self._set_health(serving=True)
 
         loop = asyncio.get_running_loop()
+        PROCESS.observe(source_of(node, board, election, self._run.run_id))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
         ending = asyncio.ensure_future(self._ending())
@@ -178,6 +199,9 @@ class Server:
                 await ending
             for server in servers:
                 await server.stop(STOP_GRACE_S)
+            if page is not None:
+                await page.stop()
+            PROCESS.observe(Source())  # a gRPC server that ends with the interpreter complains
         return EXIT_OK if node.finished else EXIT_DRAINED
 
     async def _ending(self) -> None:
@@ -185,7 +209,8 @@ class Server:
         await self._stopping.wait()
         await self._set_health(serving=False)
 
-    def _servers(self, board: Switchboard) -> list[grpc.aio.Server]:
+    def _servers(self, board: Switchboard) -> tuple[list[grpc.aio.Server], int]:
+        """The gRPC servers, and the port of the first."""
         server = grpc.aio.server(options=server_options(), interceptors=INTERCEPTORS)
         synchronizer_pb2_grpc.add_SynchronizerServiceServicer_to_server(
             SwitchedSynchronizer(board), server
@@ -198,11 +223,34 @@ class Server:
         port = add_port(server, self._settings.address, insecure=self._settings.insecure)
         logger.info("serves run %s on port %d", self._run.run_id, port)
         if self._settings.health_address is None:
-            return [server]
+            return [server], port
         plain = grpc.aio.server(options=server_options())
         health_pb2_grpc.add_HealthServicer_to_server(self._health, plain)
         add_port(plain, self._settings.health_address, insecure=True)
-        return [server, plain]
+        return [server, plain], port
+
+    def _page(self, board: Switchboard, election: Election | None, port: int) -> StatusPage | None:
+        settings = self._settings
+        if settings.http_address is None:
+            return None
+        host = parse_address(settings.address).host
+        sources = Sources(
+            status=board.status,
+            metrics=exposition,
+            history=self._history,
+            address=settings.advertise or str(Address(host, port)),
+            peers=settings.peer_addresses,
+            store=settings.store,
+            durability=settings.durability,
+            redis=self._redis,
+            leadership=None if election is None else election.leadership,
+        )
+        return StatusPage(
+            settings.http_address,
+            sources,
+            is_serving=lambda: not self._stopping.is_set(),
+            insecure=settings.insecure,
+        )
 
     async def _set_health(self, *, serving: bool) -> None:
         response = health_pb2.HealthCheckResponse

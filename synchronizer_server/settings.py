@@ -46,6 +46,9 @@ class ServerSettings:
     health_address: str | None = setting(
         None, "host:port of a plaintext port for health checks alone"
     )
+    http_address: str | None = setting(
+        None, "host:port of the status page, plain HTTP that only shows; none without it"
+    )
     drain_s: float = setting(10.0, "how long rounds in flight may take after SIGTERM")
     max_staged_mb: int = setting(2048, "MiB of pushes under way; more are told to come later")
     threads: int = setting(1, "torch threads for merging")
@@ -61,8 +64,9 @@ class ServerSettings:
         parse_address(self.address)
         for address in (*self.peer_addresses, *([self.advertise] if self.advertise else [])):
             parse_address(address)
-        if self.health_address is not None:
-            parse_address(self.health_address)
+        for plain in (self.health_address, self.http_address):
+            if plain is not None:
+                parse_address(plain)
         for name, allowed in (
             ("durability", ("disk", "standby", "async")),
             ("log_format", ("text", "json")),

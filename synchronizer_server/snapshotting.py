@@ -31,6 +31,12 @@ class SnapshotDesk:
         handle: feeds the core.
         send_all: tells every connected learner.
         spawn: runs something beside.
+
+    Attributes:
+        num_complete: snapshots completed in this term.
+        num_failed: snapshots that failed in it.
+        complete: the newest complete one; None before the first.
+        complete_since: since when there is that one, or this term, seconds.
     """
 
     def __init__(
@@ -48,12 +54,14 @@ class SnapshotDesk:
         self._requests: OrderedDict[str, asyncio.Future[SnapshotName]] = OrderedDict()
         self._pinned: asyncio.Future[None] | None = None
         self._versions: tuple[str, ...] = ()
-        self._complete: SnapshotName | None = None
+        self.num_complete = self.num_failed = 0
+        self.complete: SnapshotName | None = None
+        self.complete_since = parts.clock()
         self._last: fx.EndSnapshot | None = None
 
     def start(self, complete: Sequence[Manifest]) -> None:
         """Takes the complete snapshots that the store has."""
-        self._complete = complete[-1].name if complete else None
+        self.complete = complete[-1].name if complete else None
 
     # -- who asks and who answers ------------------------------------------------------------------
 
@@ -104,7 +112,7 @@ class SnapshotDesk:
         """The newest snapshots as a message."""
         pending, last = self._parts.core.snapshots.pending, self._last
         return admin_pb2.SnapshotStatus(
-            complete=str(self._complete or ""),
+            complete=str(self.complete or ""),
             pending=str(self._name(pending.global_step)) if pending is not None else "",
             awaited=sorted(pending.awaited) if pending is not None else (),
             last=str(self._name(last.global_step)) if last is not None else "",
@@ -175,10 +183,12 @@ class SnapshotDesk:
         name = self._name(effect.global_step)
         self._last = effect
         if effect.failure:
+            self.num_failed += 1
             logger.warning("snapshot %s failed: %s", name, effect.failure)
             self._spawn(self._drop(name))
         else:
-            self._complete = name
+            self.complete, self.complete_since = name, self._parts.clock()
+            self.num_complete += 1
             out = "; ".join(f"{k}: {v}" for k, v in effect.left_out.items())
             logger.info(
                 "snapshot %s is complete, of %s%s",

@@ -26,6 +26,7 @@ class Update:
         fragment: the fragment.
         base: version on which it builds; None for a full fragment.
         result: version that results.
+        codec: how the payload is encoded.
         payload_bytes: size of the payload.
         messages: header (without clock) and chunks, built once and sent to all.
     """
@@ -33,6 +34,7 @@ class Update:
     fragment: int
     base: Version | None
     result: Version
+    codec: str
     payload_bytes: int
     messages: tuple[pb.WatchResponse, ...]
 
@@ -64,6 +66,7 @@ def make_update(
         fragment=fragment,
         base=base,
         result=result,
+        codec=codec,
         payload_bytes=len(payload),
         messages=(pb.WatchResponse(header=header), *chunks),
     )

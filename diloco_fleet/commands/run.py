@@ -32,6 +32,7 @@ from diloco_fleet.run_files import RUNS_FOLDER, RunFiles, hold_run, new_run_id, 
 from diloco_fleet.screen import Screen, open_screen
 from diloco_fleet.standby import write_standby
 from diloco_fleet.status import StatusPoller
+from diloco_fleet.view import pages_line
 from learner_client.train.presets import PRESETS
 from learner_client.train.settings import TrainSettings
 
@@ -181,6 +182,7 @@ def _run(files: RunFiles, resolved: Resolved, plan: Plan) -> int:
         files=files,
         run_id=resolved.run.value.run_id,
         address=plan.address,
+        pages=plan.pages,
         synchronizers=plan.synchronizers,
         redis=plan.redis.process if plan.redis is not None else None,
         leader=lambda: plan.synchronizer_at(poller.snapshot().leader),
@@ -222,7 +224,8 @@ def _supervise(
     screen: Screen,
     journal: FleetJournal,
 ) -> Outcome:
-    for line in (f"run directory {files.root}", *resolved.describe()):
+    said = (f"run directory {files.root}", pages_line(plan.pages), *resolved.describe())
+    for line in said:
         screen.say(line)
     journal.record("start", address=plan.address, pid=os.getpid())
     with ExitStack() as stack:

@@ -12,8 +12,8 @@ import click
 from rich.console import Console
 
 from decoupled_diloco.errors import CATALOGUE, EXIT_OK, DilocoError, Reason, UsageError
+from decoupled_diloco.plain import to_plain
 from diloco_fleet.metrics import EVALUATOR, last_evaluation
-from diloco_fleet.plain import to_plain
 from diloco_fleet.run_files import (
     RUNS_FOLDER,
     FleetFile,
@@ -154,6 +154,7 @@ def _scene(target: _Target, snapshot: Snapshot, eta: Eta) -> Scene:
         evaluation=evaluation,
         processes=_processes(fleet) if fleet else {},
         synchronizers=snapshot.synchronizers,
+        pages=fleet.pages if fleet else (),
     )
 
 

@@ -81,12 +81,17 @@ class Leadership:
         if self.core.role is not Role.LEADING:
             return
         claim = self.claim()
-        self._do(self.core.step_down(reason))
+        self._do(self.core.step_down(reason, forget=forget))
+        yield from self._release(claim, forget=forget)
+
+    def _release(self, claim: Claim, *, forget: bool = False) -> Work:
         keeper = self._node.world.keeper
         try:
             yield from keeper.ask(self._node, lambda: keeper.lease.release(claim, forget=forget))
         except DilocoError:
             return  # it runs out by itself
+        if forget:
+            self.core.forgotten()
 
     def heard(self, claim: Claim, address: str = "") -> bool:
         """Takes a claim from outside; returns whether it is signed and of this run."""
@@ -121,6 +126,9 @@ class Leadership:
                     self._spawn(self._acquire(effect.term))
                 case lease.AskPeers():
                     self._node.spawn(self._peers())
+                case lease.Forget():
+                    self._node.world.tally["forgets_again"] += 1
+                    self._node.spawn(self._release(self._bidder.claim(effect.term), forget=True))
                 case lease.Lead():
                     self._node.point("lead")
                     self._node.world.oracle.leads(self._node, effect.term)

@@ -156,7 +156,7 @@ class LearnerProcess(Process):
         self._pusher.close()
 
     def join_request(self) -> Join:
-        """What a Join says, and what relays a claim."""
+        """What a Join says."""
         grant = self.exchange.grant
         return Join(
             learner_id=self.learner_id,

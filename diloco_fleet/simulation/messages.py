@@ -25,6 +25,7 @@ class Join:
         previous: incarnation of the same process before.
         shard: data shard on which it trains already.
         merged: highest global step of the versions that it holds.
+        relays_claim: True where nobody joins, and only the claim is meant.
     """
 
     learner_id: str
@@ -33,6 +34,7 @@ class Join:
     previous: Incarnation | None
     shard: int | None
     merged: int
+    relays_claim: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

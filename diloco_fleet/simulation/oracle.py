@@ -58,6 +58,7 @@ class Oracle:
         self.seen_versions: set[tuple[int, Version]] = set()
         self._world = world
         self._terms: dict[int, str] = {}
+        self._idle: set[int] = set()
         self._copies: dict[tuple[int, bytes], torch.Tensor] = {}
         self._locals: dict[Span, torch.Tensor] = {}
         self._accepted: dict[Key, list[Accepted]] = {}
@@ -96,13 +97,20 @@ class Oracle:
         self._world.tally["restores"] += 1
 
     def began(self, node: Node, record: RoundRecord | None, before: Key | None) -> None:
-        """A term began in a store, with the record that it takes over; no term begins twice."""
-        claim = node.leadership.claim()
-        term = claim.term if record is None else record.term
-        known = self._terms.setdefault(term, claim.leader_id)
-        if known != claim.leader_id:
-            assert not self._world.is_strict, f"{known} and {claim.leader_id} lead term {term}"
+        """A term began in a store, with the record that it takes over; no term begins twice.
+
+        But one that left nothing: begun in an empty store, never served, and then forgotten by a
+        keeper that was emptied.
+        """
+        leader_id = node.leadership.claim().leader_id
+        term = node.leadership.claim().term if record is None else record.term
+        known = self._terms.setdefault(term, leader_id)
+        if known != leader_id and term in self._idle:
+            self._terms[term], known = leader_id, leader_id
+        if known != leader_id:
+            assert not self._world.is_strict, f"{known} and {leader_id} lead term {term}"
             raise BeyondError
+        (self._idle.add if record is None else self._idle.discard)(term)
         assert (record is None) == (before is None), "a term begins beside what is there"
         if record is not None:
             self.lineages.add(node.name, record, ())
@@ -110,6 +118,12 @@ class Oracle:
     def serves(self, node: Node, record: RoundRecord | None) -> None:
         """A term that has begun is served from now on: watchers get what it took over."""
         self._world.tally["terms_served"] += 1
+        claim = node.leadership.claim()
+        self._idle.discard(claim.term)
+        known = self._terms[claim.term]
+        if known != claim.leader_id:
+            assert not self._world.is_strict, f"{known} and {claim} serve one term"
+            raise BeyondError
         if record is not None:
             self._publish(node, (record.term, record.global_step))
 

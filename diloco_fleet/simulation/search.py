@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
@@ -95,9 +96,9 @@ class LeaderSearch:
         for answer in answers:
             if answer.leads:
                 node = learner.world.node_at(answer.address)
-                request = learner.join_request()
+                request = dataclasses.replace(learner.join_request(), relays_claim=True)
                 try:
-                    response: Joined = yield learner.world.network.call(
+                    theirs: Claim = yield learner.world.network.call(
                         learner,
                         node,
                         functools.partial(services.join, node, request),
@@ -106,7 +107,7 @@ class LeaderSearch:
                 except DilocoError:
                     learner.world.tally["relayed"] += 1
                 else:
-                    self.heard(response.claim)
+                    self.heard(theirs)
 
     def _ask(self) -> Work:
         """Asks all at once; those that are slow are left out once a new leader is found."""

@@ -25,6 +25,8 @@ def join(node: Node, request: Join) -> Work:
     yield 0.0
     engine = node.leader()
     _check_claim(engine, request)
+    if request.relays_claim:
+        return engine.claim
     _check_not_lost(engine, request)
     while engine.joining is not None:
         yield engine.joining

@@ -178,7 +178,7 @@ async def _run(
             newest = published
             if evaluator.due(published):
                 await asyncio.to_thread(evaluator.measure, published)
-            if evaluator.complete(published):
+            if settings.once or evaluator.complete(published):
                 await asyncio.to_thread(evaluator.export, published)
                 return EXIT_OK
     finally:
@@ -191,12 +191,15 @@ async def _run(
 def run_evaluator(settings: EvaluatorSettings, stop: StopRequest) -> int:
     """Runs the evaluator until the run is complete, or until it is asked to stop.
 
-    In both cases the newest published copy is exported. Returns the exit code.
+    In both cases the newest published copy is exported; with ``once``, the first that it sees is.
+    Returns the exit code.
 
     Raises:
         DilocoError: why it cannot watch or export.
     """
-    path = settings.run_dir / "metrics" / "evaluator.jsonl"
+    # One that exports once runs beside the evaluator: a file has one writer.
+    name = "export" if settings.once else "evaluator"
+    path = settings.run_dir / "metrics" / f"{name}.jsonl"
     seed_known = path.exists() and '"kind": "evaluation"' in path.read_text(errors="replace")
     metrics = Journal(path)
     try:

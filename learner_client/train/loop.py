@@ -12,19 +12,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from decoupled_diloco.errors import (
-    EXIT_DRAINED,
-    EXIT_OK,
-    EXIT_TOLD_TO_LEAVE,
-    DilocoError,
-    Reason,
-    UsageError,
-)
+from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, DilocoError, UsageError
 from decoupled_diloco.journal import Journal
 from learner_client.core.connection import Change
 from learner_client.core.leadership import Move
 from learner_client.inner_state import OptimizerState
 from learner_client.learner import Learner
+from learner_client.metrics import serve_metrics
 from learner_client.settings import LearnerSettings
 from learner_client.snapshots import SnapshotDirectory
 from learner_client.train.applied import AppliedVersions
@@ -137,7 +131,11 @@ class Trainer:
         saved = self._resume(learner)
         is_resumed = saved is not None
         saved = saved or self._go_back(learner)
-        with learner:
+        settings = self._settings
+        metrics = serve_metrics(
+            settings.metrics_address, learner.metrics, insecure=settings.insecure
+        )
+        with metrics, learner:
             before = num_calls(), num_calls(threading.get_ident())
             if is_resumed and self._settings.resume_from is not None:
                 # It has served: a restart of this process goes on with the fleet as it is then.
@@ -167,7 +165,7 @@ class Trainer:
         )
         if learner.finished:
             return EXIT_OK
-        return EXIT_TOLD_TO_LEAVE if told_to_leave else EXIT_DRAINED
+        return self._settings.drained_exit_code if told_to_leave else EXIT_DRAINED
 
     def _capture(self, learner: SavedLearner) -> TrainingState:
         data = {"position": self._position(), **self._clock.state()}
@@ -332,16 +330,13 @@ def train(settings: LearnerSettings, stop: StopRequest) -> int:
     """Runs one learner of the shipped trainer; returns the exit code.
 
     Args:
-        settings: settings of this process.
+        settings: settings of this process, with an id (``identity.identified``).
         stop: set where the process is asked to stop; the inner step under way is finished.
 
     Raises:
         DilocoError: why it cannot take part.
     """
-    if not settings.learner_id:
-        raise UsageError(
-            Reason.CONFIG_INVALID, "learner_id is empty; give --learner-id a stable name"
-        )
+    assert settings.learner_id, "identified"
     if settings.threads:
         torch.set_num_threads(settings.threads)
     metrics = Journal(settings.run_dir / "metrics" / f"{settings.learner_id}.jsonl")

@@ -233,13 +233,14 @@ def add_port(server: grpc.aio.Server, address: str | Address, *, insecure: bool 
     try:
         port = server.add_insecure_port(str(target))
     except RuntimeError as error:
-        raise _not_bound(target) from error
+        raise not_bound(target) from error
     if port == 0:
-        raise _not_bound(target)
+        raise not_bound(target)
     return port
 
 
-def _not_bound(address: Address) -> UsageError:
+def not_bound(address: Address) -> UsageError:
+    """The error for an address that nobody can listen on."""
     return UsageError(
         Reason.PORT_IN_USE,
         f"cannot listen on {address}: the port is taken by another process or the address is not "

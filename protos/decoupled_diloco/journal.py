@@ -6,7 +6,7 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
 
@@ -14,6 +14,9 @@ from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.fault_points import wall as wall_clock
 
 logger = logging.getLogger(__name__)
+
+Observer = Callable[[str, Mapping[str, object]], None]
+"""Hears of every event, kind and fields, at the moment at which it is written; never raises."""
 
 
 class Journal:
@@ -26,14 +29,21 @@ class Journal:
     Args:
         path: the file, appended to over restarts.
         wall: wall clock, seconds since the epoch; for people, never for decisions.
+        observer: hears of every event, with a path and without.
 
     Raises:
         DilocoError: STORAGE_FAILED or DISK_FULL where it cannot even be opened.
     """
 
-    def __init__(self, path: Path | None, wall: Callable[[], float] = wall_clock) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        wall: Callable[[], float] = wall_clock,
+        observer: Observer | None = None,
+    ) -> None:
         self._path = path
         self._wall = wall
+        self._observer = observer
         self._file: FileIO | None = None
         self._num_lost = 0
         self._torn = False
@@ -52,6 +62,8 @@ class Journal:
 
     def write(self, kind: str, **fields: object) -> None:
         """Appends one event."""
+        if self._observer is not None:
+            self._observer(kind, fields)
         if self._file is None:
             return
         line = json.dumps({"kind": kind, "time": self._wall(), **fields}) + "\n"

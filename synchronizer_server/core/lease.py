@@ -112,7 +112,14 @@ class StepDown:
     reason: str
 
 
-Effect = ReadLease | RenewLease | Bid | AskPeers | Lead | StepDown
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Tell the keeper again to forget what we led; answer with `LeaseCore.forgotten`."""
+
+    term: int
+
+
+Effect = ReadLease | RenewLease | Bid | AskPeers | Lead | StepDown | Forget
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,7 +176,7 @@ class LeaseCore:
         self._leader_id = leader_id
         self._timeout_s = timeout_s
         self._num_peers = num_peers
-        self._bid_term = self._led_term = 0
+        self._bid_term = self._led_term = self._forget_term = 0
         self._empty_since: float | None = None
         self._peers: tuple[Peer, ...] | None = None
         self._keeper_term = 0
@@ -218,6 +225,9 @@ class LeaseCore:
         self._keeper_term = seen.term
         if self.role is Role.LEADING:
             return self._renewed(seen)
+        return [*self._remind(seen), *self._follow(seen, now)]
+
+    def _follow(self, seen: Seen, now: float) -> list[Effect]:
         if seen.holder is not None and seen.holder.leader_id == self._leader_id:
             return self._granted(seen)
         self._empty_since = self._empty_since if seen.in_sync is None else None
@@ -266,9 +276,25 @@ class LeaseCore:
         """Whether we lead this very term."""
         return self.role is Role.LEADING and self.term == term
 
-    def step_down(self, reason: str) -> list[Effect]:
-        """The process cannot lead on."""
-        return self._step_down(reason) if self.role is Role.LEADING else []
+    def step_down(self, reason: str, *, forget: bool = False) -> list[Effect]:
+        """The process cannot lead on; to ``forget``, the keeper is told again until `forgotten`."""
+        if self.role is not Role.LEADING:
+            return []
+        self._forget_term = self.term if forget else 0
+        return self._step_down(reason)
+
+    def forgotten(self) -> None:
+        """The keeper has forgotten."""
+        self._forget_term = 0
+
+    def _remind(self, seen: Seen) -> list[Effect]:
+        """A keeper that did not hear of it names our store alone, and nobody could ever lead."""
+        if seen.term != self._forget_term:
+            self._forget_term = 0
+        is_free = seen.holder is None or seen.holder.leader_id == self._leader_id
+        if not self._forget_term or not is_free or seen.in_sync != frozenset({self._store_id}):
+            return []
+        return [Forget(self._forget_term)]
 
     # -- following -------------------------------------------------------------------------------
 

@@ -84,6 +84,8 @@ class LeaseKeeper(Protocol):
     async def release(self, claim: Claim, *, forget: bool = False) -> None:
         """Gives the lease up, if this claim holds it; term and standbys in sync stay.
 
+        Forgetting is possible, too, once the lease has run out and nobody has led a later term.
+
         Args:
             claim: who gives it up.
             forget: leave nothing behind, as in a keeper that was emptied, but a term above the

@@ -124,7 +124,8 @@ RELEASE: Final = (
     _CLAIM
     + """
 if mine then redis.call('DEL', KEYS[1]) end
-if mine and ARGV[7] == 'forget' then
+local last = not held and knows and term == claimed
+if (mine or last) and ARGV[7] == 'forget' then
   redis.call('SET', KEYS[2], string.format('%.0f', claimed + 1))
   redis.call('SET', KEYS[3], FORGOTTEN)
   redis.call('DEL', KEYS[4])

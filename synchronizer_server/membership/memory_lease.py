@@ -60,10 +60,11 @@ class MemoryLease(MemoryUser):
         """See ``LeaseKeeper.release``."""
         with self._asking() as server:
             held = server.held()
-            if held is None or held.claim != claim:
-                return
-            server.lease = None
-            if forget:
+            is_ours = held is not None and held.claim == claim
+            is_last = held is None and server.term == claim.term
+            if is_ours:
+                server.lease = None
+            if forget and (is_ours or is_last):
                 server.term, server.in_sync, server.in_sync_revision = claim.term + 1, None, 0
 
     async def aclose(self) -> None:

@@ -50,6 +50,8 @@ class RedisClient:
 
     Attributes:
         run_id: the run.
+        where: host:port, without credentials.
+        trouble: why the last call failed; empty where it was answered, None before the first.
 
     Raises:
         UsageError: ``CONFIG_INVALID`` for an address or run id that cannot be right.
@@ -62,8 +64,9 @@ class RedisClient:
             raise UsageError(
                 Reason.CONFIG_INVALID, f"run id {run_id!r} must have a character and no brace"
             )
-        url, self._where = _parse(address)
+        url, self.where = _parse(address)
         self.run_id = run_id
+        self.trouble: str | None = None
         # the braces make a Redis cluster keep all keys of a run on one node, as scripts need
         self._prefix = f"diloco:{{{run_id}}}:g{group}:"
         self._timeout_s = timeout_s
@@ -105,9 +108,9 @@ class RedisClient:
         """The error for something that is not ours."""
         return DilocoError(
             Reason.MALFORMED,
-            f"Redis at {self._where} holds a {key} that is not ours ({str(value)[:100]}); remove "
+            f"Redis at {self.where} holds a {key} that is not ours ({str(value)[:100]}); remove "
             f"the keys of {self._prefix}* that another program wrote",
-            address=self._where,
+            address=self.where,
             key=key,
         )
 
@@ -177,13 +180,16 @@ class RedisClient:
             if _BROKEN not in str(error):
                 raise
             raise self._unavailable("its connection broke") from error
+        else:
+            self.trouble = ""
 
     def _unavailable(self, why: str) -> DilocoError:
+        self.trouble = why
         return DilocoError(
             Reason.MEMBERSHIP_UNAVAILABLE,
-            f"Redis at {self._where} cannot be used ({why}); check that it runs, that this "
+            f"Redis at {self.where} cannot be used ({why}); check that it runs, that this "
             "address is right and that the password fits",
-            address=self._where,
+            address=self.where,
         )
 
 

@@ -69,8 +69,12 @@ class AdminService(rpc.AdminServiceServicer):
         """Not served: there is no standby."""
         return await answer(context, _unserved("Promote"))
 
-    async def _get_status(self) -> pb.GetStatusResponse:
+    def status(self) -> pb.GetStatusResponse:
+        """What the synchronizer sees now."""
         return status_message(self._engine, self._joins.labels)
+
+    async def _get_status(self) -> pb.GetStatusResponse:
+        return self.status()
 
     async def _take_snapshot(self, request: pb.TakeSnapshotRequest) -> pb.TakeSnapshotResponse:
         name = await self._engine.snapshots.take(check_id(request.request_id, "request_id"))

@@ -54,6 +54,10 @@ class Switchboard:
             Reason.UNIMPLEMENTED, "this synchronizer leads alone; start it with --peers and --redis"
         )
 
+    def status(self) -> admin_pb2.GetStatusResponse:
+        """What this process sees, whatever it is."""
+        return self.follower_status() if self.admin is None else self.admin.status()
+
     def follow(self) -> None:
         """From now on everybody is told who leads."""
         self.synchronizer = self.admin = self.replication = None

@@ -52,7 +52,7 @@ async def _serve(
                             reach(FaultPoint.MID_WATCH)
                         yield message
                     held[fragment] = update.result
-                    engine.ledger.sent(learner_id, update.payload_bytes)
+                    engine.ledger.sent(learner_id, update.payload_bytes, update.codec)
                     sent = True
             if not sent:
                 yield pb.WatchResponse(caught_up=pb.CaughtUp(clock=engine.clock_message()))

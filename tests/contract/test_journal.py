@@ -60,3 +60,15 @@ def test_a_full_disk_costs_lines_and_is_said_once_at_each_end(tmp_path, caplog):
     assert kinds(path) == ["before", "after", "later"]
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
     assert "2 lines were lost" in caplog.text
+
+
+def test_an_observer_hears_of_every_event_with_a_file_and_without(tmp_path):
+    for path in (None, tmp_path / "journal.jsonl"):
+        heard = []
+        journal = Journal(
+            path, observer=lambda kind, fields, heard=heard: heard.append((kind, fields))
+        )
+        journal.write("start", term=1)
+        journal.close()
+        journal.write("stop")
+        assert heard == [("start", {"term": 1}), ("stop", {})]

@@ -6,6 +6,8 @@ from diloco_fleet.simulation.world import Outcome, run_world
 
 NUM_SEEDS = 2000
 NUM_BLOCKS = 20
+ONCE_BROKEN = (1006007, 1012802, 1044396, 1095101, 1099758)
+"""Seeds beyond them in which an invariant was broken before."""
 
 
 def run_block(block: int) -> list[Outcome]:

@@ -31,6 +31,7 @@ SURFACE = {
         --precision --seed --data --pace --slow-learner --restart --max-restarts --redis --standby
         --replication --device --recover --data-mode
         --evaluate-every --port --name --run-dir --resume --snapshot --log-format""",
+    "prepare": "--run-dir --key-file --config",
     "status": "--run-dir --address --json --watch --insecure",
     "snapshot": "--wait --timeout --run-dir --address --insecure",
     "quorum": "--run-dir --address --insecure",
@@ -306,6 +307,7 @@ def fleet_file(address: str, started: float = 1.0) -> FleetFile:
                 name="learner-0", pid=77, state="running", restarts=3, exit_code=-9, log="l"
             ),
         ),
+        pages=("http://127.0.0.1:6/",),
     )
 
 
@@ -326,6 +328,9 @@ def test_status_finds_the_newest_running_fleet_without_arguments(
     assert values["address"] == address
     assert values["status"]["global_step"] == 2**40
     assert values["fleet"]["processes"][0]["pid"] == 77
+    assert values["fleet"]["pages"] == ["http://127.0.0.1:6/"]
+    with hold_run(runs[1]):
+        assert "status page: http://127.0.0.1:6/" in diloco("status").output
 
 
 def test_status_as_a_table_and_watching_until_complete(address: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 import pytest
 
+from decoupled_diloco.channel import is_loopback
 from decoupled_diloco.config import load_settings
 from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.settings import RunSettings
@@ -55,6 +56,9 @@ def test_every_process_understands_what_it_is_started_with(tmp_path: Path) -> No
     )
     assert (server.address, server.store) == (plan.address, files.store)
     assert server.journal == files.metrics_of("synchronizer")
+    assert plan.pages == (f"http://{server.http_address}/",)
+    assert is_loopback(server.http_address)
+    assert server.http_address != server.address
     assert server.redis == "redis://:secret@localhost:6379"
     assert not any("secret" in word for word in plan.synchronizers[0].command)
     assert server.log_format == "json"

@@ -55,8 +55,10 @@ def test_two_synchronizers_know_of_one_another_and_share_key_and_redis(tmp_path:
     assert first.journal == files.metrics_of("synchronizer-0")
     assert plan.redis is not None
     assert first.redis == second.redis == plan.redis.url
-    ports = {*plan.addresses, plan.redis.url.rpartition("@")[2]}
-    assert len(ports) == 3, "no two listen on the same port"
+    assert plan.pages == tuple(f"http://{x.http_address}/" for x in (first, second))
+    ports = {*plan.addresses, first.http_address, second.http_address}
+    ports.add(plan.redis.url.rpartition("@")[2])
+    assert len(ports) == 5, "no two listen on the same port"
     module = "synchronizer_server.cli"
     without_secrets = dataclasses.replace(plan.synchronizers[0], environment={})
     run = parsed(synchronizer_cli, without_secrets, module, RunSettings)

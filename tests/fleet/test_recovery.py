@@ -98,7 +98,7 @@ def test_its_first_contributions_have_small_weight_and_its_parameters_are_the_pu
         learner = fleet.learners[2].learner
         counters = learner._exchange.core.counters
         assert [counters.of(p).num_steps for p in range(6)] == [0] * 6
-        layout, bases = learner._layout(), learner._exchange.bases
+        layout, bases = learner._exchange.layout, learner._exchange.bases
         for fragment in layout.fragments:
             out = torch.empty(fragment.num_elements)
             learner._parameters.read_fragment(fragment, out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulation_seeds import NUM_BLOCKS, check_block
+from simulation_seeds import NUM_BLOCKS, ONCE_BROKEN, check_block
 
 from diloco_fleet.simulation.faults import Profile
 from diloco_fleet.simulation.world import World, run_world
@@ -12,6 +12,11 @@ from diloco_fleet.simulation.world import World, run_world
 @pytest.mark.parametrize("block", range(0, NUM_BLOCKS, 2))
 def test_no_invariant_is_broken_in_any_world(block: int) -> None:
     check_block(block)
+
+
+@pytest.mark.parametrize("seed", ONCE_BROKEN)
+def test_worlds_that_were_broken_once_hold(seed: int) -> None:
+    run_world(seed)
 
 
 def test_a_seed_decides_everything() -> None:

@@ -76,6 +76,7 @@ class Fleet:
             bounds=Bounds(drain_s=drain_s, finish_s=finish_s, interval_s=0.01),
             journal=self.open_journal(),
             is_complete=is_complete,
+            pages=("http://127.0.0.1:2/",),
         )
 
     def open_journal(self) -> FleetJournal:
@@ -149,6 +150,7 @@ def test_a_complete_run_ends_learners_then_evaluator_then_synchronizer(fleet: Fl
     assert fleet.order() == ["learner-0", "evaluator", "synchronizer"]
     shown = read_fleet(fleet.files.fleet)
     assert shown.state == "ended"
+    assert shown.pages == ("http://127.0.0.1:2/",)
     assert [(e.name, e.state, e.pid) for e in shown.processes] == [
         ("synchronizer", "stopped", None),
         ("evaluator", "done", None),

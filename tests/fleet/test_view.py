@@ -7,10 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
+from decoupled_diloco.plain import to_plain
 from decoupled_diloco.v1 import admin_pb2
 from diloco_fleet.learner_table import LearnerTable, size
 from diloco_fleet.metrics import Evaluation
-from diloco_fleet.plain import to_plain
 from diloco_fleet.screen import LineScreen, TableScreen, open_screen
 from diloco_fleet.view import Eta, Scene, duration, plain_line, render
 
@@ -58,6 +58,7 @@ def scene(**values: object) -> Scene:
         "eta_s": 95.0,
         "evaluation": Evaluation(time=1.0, global_step=150, loss=2.71828),
         "processes": {"learner-0": ("running", 2), "learner-3": ("waiting", 1)},
+        "pages": ("http://127.0.0.1:6/", "http://127.0.0.1:7/"),
     }
     return Scene(**(base | values))  # type: ignore[arg-type]
 
@@ -91,6 +92,7 @@ def drawn(what: Scene) -> str:
         "round 201 of fragment 9: collecting, 1 of 2 contributions",
         "round 201 has waited 12 s, quorum: 1 of 2: learner-2",
         "held-out loss 2.7183 nats per token at global step 150",
+        "status pages: http://127.0.0.1:6/, http://127.0.0.1:7/",
     ],
 )
 def test_the_table_shows(shown: str) -> None:
@@ -326,8 +328,14 @@ def test_sizes_and_durations() -> None:
 
 
 def test_a_message_as_plain_values() -> None:
-    """Numbers stay numbers (JSON of protobuf makes texts of 64-bit ones); what is unset is None."""
-    values = to_plain(status())
+    """Numbers stay numbers (JSON of protobuf makes texts of 64-bit ones).
+
+    None is what is unset, and what JSON has no word for.
+    """
+    seen = status()
+    seen.uptime_seconds = float("nan")
+    values = to_plain(seen)
+    assert values["uptime_seconds"] is None
     assert values["global_step"] == 200
     assert values["learners"][0]["loss"] == pytest.approx(2.345)
     assert values["learners"][1]["loss"] is None

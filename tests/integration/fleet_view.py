@@ -15,8 +15,8 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisGone
 
 from decoupled_diloco.errors import DilocoError, Reason
+from decoupled_diloco.plain import to_plain
 from diloco_fleet.metrics import RunMetrics, read_metrics
-from diloco_fleet.plain import to_plain
 from diloco_fleet.run_files import FleetFile, RunFiles, read_fleet
 from diloco_fleet.status import LEADING, StatusClient, who_leads
 

@@ -5,11 +5,13 @@ The tests share one run directory and run in order.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,10 +73,19 @@ def test_a_process_that_still_waits_ends_when_it_is_told(fleet: Fleet) -> None:
                 assert process.wait(timeout=PATIENCE_S) == 143
 
 
-def test_a_killed_run_leaves_no_orphan(fleet: Fleet) -> None:
-    """kill -9 of `diloco run`: synchronizer, evaluator and learner end with it."""
+def test_its_status_page_is_where_it_says(fleet: Fleet) -> None:
     fleet.start("--resume", "--global-steps", str(SECOND))
     fleet.wait_until(lambda: fleet.global_step() >= FIRST + 10, "the resumed run to go on")
+    (page,) = fleet.state().pages
+    assert fleet.text().count(f"status page: {page}") == 1
+    with urllib.request.urlopen(f"{page}status.json", timeout=PATIENCE_S) as answer:
+        facts = json.load(answer)
+    assert facts["status"]["global_step"] >= FIRST + 10
+    assert facts["status"]["learners"][0]["learner_id"] == "learner-0"
+
+
+def test_a_killed_run_leaves_no_orphan(fleet: Fleet) -> None:
+    """kill -9 of `diloco run`: synchronizer, evaluator and learner end with it."""
     starts = fleet.lines("synchronizer", "start")
     assert [start["global_step"] for start in starts] == [0, FIRST]
     assert len(fleet.pids()) == 4

@@ -42,7 +42,7 @@ def train(model: nn.Module, amount: float = 0.25) -> None:
 
 
 def local_vector(learner: Learner, fragment: int) -> torch.Tensor:
-    layout = learner._layout()
+    layout = learner._exchange.layout
     out = torch.empty(layout.fragments[fragment].num_elements)
     learner._parameters.read_fragment(layout.fragments[fragment], out)
     return out

@@ -220,6 +220,7 @@ async def test_a_leader_that_was_cut_off_from_its_peers_is_left_and_never_gets_a
         assert "term 2" in learner.status.detail
         assert A in learner.status.detail
         assert old.joins[-1].claim.term == 2, "it is told of the later term"
+        assert old.joins[-1].relays_claim, "and lets nobody in for it"
         new.come_back()
         await until(lambda: learner.status.online)
     assert len(world.moves) == 1

@@ -29,7 +29,7 @@ def test_a_learner_trains_over_two_connections_of_its_own():
             num_fragments=3, overlap=1, codec_up="fp32", push_floor_s=1.0
         )
         with Learner(model, address=running.address, learner_id=NAME) as learner:
-            layout = learner._layout()
+            layout = learner._exchange.layout
             out = torch.empty(layout.fragments[1].num_elements)
             learner._parameters.read_fragment(layout.fragments[1], out)
             base = out.clone()

@@ -17,7 +17,7 @@ PACKAGES = {
     "learner_client": ROOT / "learner_client",
     "diloco_fleet": ROOT / "diloco_fleet",
 }
-SHIPPED = {".py", ".pyi", ".proto", ".typed", ".lua"}
+SHIPPED = {".py", ".pyi", ".proto", ".typed", ".lua", ".toml", ".html", ".js", ".css", ".svg"}
 
 
 @pytest.fixture(scope="module")

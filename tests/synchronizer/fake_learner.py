@@ -99,6 +99,7 @@ class Fleet:
     store_runner: Runner | None = None
     max_staged_bytes: int = 1 << 20
     journal: object = None
+    on_event: object = None
 
     async def start(self) -> Fleet:
         self._runners = [
@@ -112,6 +113,7 @@ class Fleet:
             store_runner=self._runners[1],
             clock=time.monotonic,
             journal_path=self.journal,
+            on_event=self.on_event,
         )
         try:
             assembled = await assemble(

@@ -7,6 +7,7 @@ import pytest
 from synchronizer_server.core.lease import (
     AskPeers,
     Bid,
+    Forget,
     Holder,
     Lead,
     LeaseCore,
@@ -261,3 +262,34 @@ def test_the_keeper_said_at_the_grant_whether_nobody_else_was_in_sync():
         ours = Holder(term=3, leader_id=ME)
         core.seen(seen(ours, term=3, in_sync={"mine", *others}), 0.0)
         assert core.is_alone is not bool(others)
+
+
+def test_a_keeper_that_names_a_store_without_the_run_alone_is_told_again_until_it_forgets():
+    """Where the first word was lost nobody could ever lead: the others are not in sync."""
+    core = leading(term=3)
+    core.standing.may_lead = False
+    assert core.step_down("the store lost the run", forget=True) == [
+        StepDown("the store lost the run")
+    ]
+    ours = seen(Holder(term=3, leader_id=ME), term=3, in_sync={"mine"})
+    assert core.seen(ours, 1.0) == [Forget(3)]
+    assert core.seen(seen(term=3, in_sync={"mine"}), 2.0) == [Forget(3)]
+    assert core.seen(seen(term=3, in_sync={"mine", "x"}), 3.0) == [], "another one may lead"
+    assert core.seen(seen(term=3, in_sync={"mine"}), 4.0) == [Forget(3)]
+    core.forgotten()
+    assert core.seen(seen(term=3, in_sync={"mine"}), 5.0) == []
+
+
+def test_what_a_later_leader_told_the_keeper_is_not_forgotten():
+    core = leading(term=3)
+    core.step_down("the store lost the run", forget=True)
+    assert core.seen(seen(Holder(term=4, leader_id=OTHER), term=4, in_sync={"x"}), 1.0) == []
+    core.standing.may_lead = False
+    assert core.seen(seen(term=3, in_sync={"mine"}), 2.0) == [], "it is over"
+
+
+def test_a_lease_that_is_given_back_forgets_nothing():
+    core = leading(term=3)
+    core.step_down("the process stops")
+    core.standing.may_lead = False
+    assert core.seen(seen(term=3, in_sync={"mine"}), 1.0) == []

@@ -240,6 +240,28 @@ async def test_a_leader_without_the_rounds_leaves_nothing_behind(keeper: Keeper)
     assert (view.holder, view.in_sync) == (fresh, {"b"})
 
 
+async def test_a_leader_without_the_rounds_may_say_so_after_its_lease_has_run_out(
+    keeper: Keeper,
+) -> None:
+    """Its first word may have been lost, and its store alone is named: nobody else may lead."""
+    claim = claim_of(keeper, 4)
+    lease = keeper.lease()
+    await take(lease, claim)
+    keeper.run_out()
+    await lease.release(claim_of(keeper, 3), forget=True)
+    assert (await lease.read()).term == 4, "not for a term before"
+    await lease.release(claim)
+    assert (await lease.read()).in_sync is not None, "only where it asks for that"
+    await lease.release(claim, forget=True)
+    view = await lease.read()
+    assert (view.holder, view.in_sync, view.term) == (None, None, 5)
+    higher = claim_of(keeper, 6, "b")
+    await take(lease, higher)
+    await lease.release(claim, forget=True)
+    view = await lease.read()
+    assert (view.holder, view.in_sync) == (higher, {"b"}), "too late: another one leads"
+
+
 async def test_what_a_leader_asked_before_it_forgot_changes_nothing_afterwards(
     keeper: Keeper,
 ) -> None:

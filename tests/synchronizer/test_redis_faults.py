@@ -15,7 +15,7 @@ import pytest
 
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.versions import Incarnation
-from synchronizer_server.membership.redis_client import RedisClient
+from synchronizer_server.membership import RedisClient
 from tests.synchronizer.keepers import CALLS, Process, process_at, prolong, take, until
 from tests.synchronizer.redis_server import RedisServer, free_port, running_redis
 
@@ -97,6 +97,20 @@ async def test_a_redis_that_was_killed_is_used_again_once_it_is_back(tmp_path: P
         with running_redis(tmp_path, port=port):
             assert (await process.lease.read()).in_sync is None
             await every_call_works(process)
+
+
+@pytest.mark.asyncio
+async def test_who_asks_redis_knows_whether_it_answers(tmp_path: Path) -> None:
+    client = RedisClient(f"127.0.0.1:{(port := free_port())}", "run", timeout_s=5.0)
+    assert client.trouble is None, "nobody has asked yet"
+    for _ in range(2):
+        with running_redis(tmp_path, port=port):
+            await client.get("quorum")
+            assert client.trouble == ""
+        with pytest.raises(DilocoError):
+            await client.get("quorum")
+        assert client.trouble
+    await client.aclose()
 
 
 @pytest.mark.asyncio

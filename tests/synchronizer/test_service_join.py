@@ -268,3 +268,17 @@ async def test_nobody_joins_a_synchronizer_that_drains() -> None:
         fleet.engine.core.state.draining = True
         error = await refusal(FakeLearner(fleet, "a").join())
         assert error.reason is Reason.DRAINING
+
+
+async def test_a_claim_that_a_learner_relays_lets_nobody_in() -> None:
+    """It may live elsewhere under the grant that it has: another one here would fence that."""
+    async with serving() as fleet:
+        a, _ = await fleet.seeded("a", "b")
+        request = a.join_request(request_id="relay", relays_claim=True)
+        answer = await fleet.stub.Join(request)
+        assert answer == pb.JoinResponse(claim=a.joined.claim), "only who leads here"
+        learner = fleet.engine.core.state.roster.find("a")
+        assert learner.incarnation == incarnation_from(a.incarnation)
+        stranger = FakeLearner(fleet, "c").join_request(relays_claim=True)
+        assert not (await fleet.stub.Join(stranger)).HasField("incarnation")
+        assert fleet.engine.core.state.roster.find("c") is None

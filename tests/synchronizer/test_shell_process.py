@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -114,6 +116,7 @@ COMMAND_LINES: dict[str, tuple[list[str], int, list[str]]] = {
         ["--quorum", "2"], 64, ["QUORUM_ABOVE_LEARNERS", "quorum is 2", "1 learners"]
     ),
     "no address": (["--address", "nowhere"], 64, ["CONFIG_INVALID", "host:port"]),
+    "no address of a page": (["--http-address", "8080"], 64, ["CONFIG_INVALID", "host:port"]),
     "trainer file": (["--trainer-json-file", "/no/such"], 64, ["CONFIG_INVALID", "/no/such"]),
 }  # fmt: skip
 
@@ -141,11 +144,12 @@ def test_settings_that_cannot_be_are_told_in_one_line(
     ("changes", "reason", "word"),
     [
         ({"address": "0.0.0.0:0"}, Reason.CONFIG_CONFLICT, "--insecure"),
+        ({"http_address": "0.0.0.0:0"}, Reason.CONFIG_CONFLICT, "--insecure"),
         ({"journal": Path("/dev/null/x")}, Reason.STORAGE_FAILED, "/dev/null/x"),
         ({"store": Path("/dev/null")}, Reason.STORAGE_FAILED, "/dev/null"),
         ({"redis": "redis://127.0.0.1:1"}, Reason.MEMBERSHIP_UNAVAILABLE, "127.0.0.1:1"),
     ],
-    ids=["not loopback", "journal", "store is a file", "no redis"],
+    ids=["not loopback", "page not on loopback", "journal", "store is a file", "no redis"],
 )
 def test_what_cannot_start_ends_with_the_reason(
     tmp_path: Path, changes: dict[str, object], reason: Reason, word: str
@@ -161,16 +165,38 @@ async def serve_with(settings: dict[str, object]) -> int:
     return await Server(make_settings(), ServerSettings(**settings)).serve()
 
 
-def test_a_port_in_use_is_one_line_and_exit_64(start: Callable[..., Process]) -> None:
+@pytest.mark.parametrize("flag", ["--address", "--http-address"])
+def test_a_port_in_use_is_one_line_and_exit_64(flag: str, start: Callable[..., Process]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        process = start("--address", f"127.0.0.1:{port}")
+        process = start(flag, f"127.0.0.1:{port}")
         assert process.exit_code() == 64
     (line,) = [x for x in process.text.splitlines() if x.startswith("error: ")]
     assert line.startswith(f"error: PORT_IN_USE: cannot listen on 127.0.0.1:{port}")
     assert "Traceback" not in process.text
+
+
+def test_the_page_of_a_process_says_what_its_rpc_says(start: Callable[..., Process]) -> None:
+    process = start("--http-address", "127.0.0.1:0", "--drain-s", "60")
+    with process.channel() as channel:
+        status = admin_pb2_grpc.AdminServiceStub(channel).GetStatus(
+            admin_pb2.GetStatusRequest(), wait_for_ready=True
+        )
+    poll(lambda: "status page at" in process.text)
+    (url,) = re.findall(r"status page at (\S+)", process.text)
+    with urllib.request.urlopen(f"{url}status.json") as answer:
+        facts = json.load(answer)
+    assert facts["address"] == f"127.0.0.1:{process.port}"
+    assert facts["leader"]["leader_id"] == status.claim.leader_id
+    assert [x["text"] for x in facts["events"]] == ["term 1 begins at global step 0"]
+    with urllib.request.urlopen(url) as answer:
+        assert b"<title>" in answer.read()
+    with urllib.request.urlopen(f"{url}metrics") as answer:
+        assert b"\ndiloco_leader 1.0\n" in answer.read()
+    process.terminate()
+    assert process.exit_code() == 143, "who looks is no reason to stay"
 
 
 def refused(call: Callable[[], object]) -> tuple[DilocoError, grpc.StatusCode]:

@@ -141,6 +141,7 @@ class JoinRequest(_message.Message):
     SHARD_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     RECORDS_PARTS_FIELD_NUMBER: _builtins.int
+    RELAYS_CLAIM_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol that the learner speaks."""
     run_id: _builtins.str
@@ -161,6 +162,10 @@ class JoinRequest(_message.Message):
     """
     records_parts: _builtins.bool
     """True where the learner records its part of snapshots; else they are complete without it."""
+    relays_claim: _builtins.bool
+    """True where a learner only lets a synchronizer hear of the claim: nobody joins, and the answer
+    holds nothing but the claim of whoever answers.
+    """
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TensorSpec]:
         """The model's trainable tensors."""
@@ -210,10 +215,11 @@ class JoinRequest(_message.Message):
         shard: _builtins.int | None = ...,
         snapshot: _builtins.str = ...,
         records_parts: _builtins.bool = ...,
+        relays_claim: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "claim", b"claim", "clock", b"clock", "previous_incarnation", b"previous_incarnation", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "claim", b"claim", "clock", b"clock", "held", b"held", "labels", b"labels", "layout_fingerprint", b"layout_fingerprint", "learner_id", b"learner_id", "leases", b"leases", "previous_incarnation", b"previous_incarnation", "protocol_version", b"protocol_version", "records_parts", b"records_parts", "request_id", b"request_id", "run_id", b"run_id", "shard", b"shard", "snapshot", b"snapshot", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "claim", b"claim", "clock", b"clock", "held", b"held", "labels", b"labels", "layout_fingerprint", b"layout_fingerprint", "learner_id", b"learner_id", "leases", b"leases", "previous_incarnation", b"previous_incarnation", "protocol_version", b"protocol_version", "records_parts", b"records_parts", "relays_claim", b"relays_claim", "request_id", b"request_id", "run_id", b"run_id", "shard", b"shard", "snapshot", b"snapshot", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__shard: _TypeAlias = _typing.Literal["shard"]  # noqa: Y015
     _WhichOneofArgType__shard: _TypeAlias = _typing.Literal["_shard", b"_shard"]  # noqa: Y015

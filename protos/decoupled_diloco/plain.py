@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from google.protobuf.message import Message
 
 
 def to_plain(message: Message) -> dict[str, Any]:
-    """Returns a message as a dictionary with every field of it; None for what is not set."""
+    """Returns a message as a dictionary with every field of it.
+
+    None stands for what is not set, and for what no JSON can hold: NaN and infinities.
+    """
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -26,4 +30,6 @@ def to_plain(message: Message) -> dict[str, Any]:
 def _value(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     if isinstance(value, Message):
         return to_plain(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return value.hex() if isinstance(value, bytes) else value

@@ -1,0 +1,135 @@
+"""One description of the fleet for all viewers, made at most once in a while and only if asked for.
+
+The event loop belongs to the learners: what a look costs decides how soon the next one may come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+from synchronizer_server.http.facts import Sources, encode, look
+
+_MAX_LOAD: Final = 0.05
+"""Share of the time that looks, and that scrapes may take."""
+_MAX_BYTES_PER_S: Final = 1_000_000
+"""What one viewer is sent."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The fleet at one moment.
+
+    Attributes:
+        number: counts the looks, from 1.
+        body: JSON in one line.
+        event: the same as a server-sent event; made once, whoever gets it.
+    """
+
+    number: int
+    body: bytes
+    event: bytes
+
+
+class Sparing(Generic[T]):
+    """Has something made when it is asked for, and repeats it for a while.
+
+    Args:
+        make: makes it, in the event loop.
+        pause_s: shortest time between two of them.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, make: Callable[[], T], pause_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._make = make
+        self._pause_s = pause_s
+        self._clock = clock
+        self._made: tuple[T, float] | None = None
+
+    def get(self) -> T:
+        """Returns the last one where it is recent, else a new one."""
+        begun = self._clock()
+        if self._made is not None and begun < self._made[1]:
+            return self._made[0]
+        made = self._make()
+        cost_s = self._clock() - begun
+        self._made = (made, begun + cost_s + max(self._pause_s, cost_s / _MAX_LOAD))
+        return made
+
+
+class Feed:
+    """Looks when somebody wants to see, and shares what it saw.
+
+    Args:
+        sources: where the facts are from.
+        pause_s: shortest time between two looks.
+        clock: monotonic seconds.
+
+    Attributes:
+        pause_s: time from the last look to the next one at the earliest.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        *,
+        pause_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sources = sources
+        self._shortest_s = self.pause_s = pause_s
+        self._clock = clock
+        self._next_at = clock()
+        self._newest = Look(0, b"", b"")
+        self._work: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def num_looks(self) -> int:
+        """How often it has looked."""
+        return self._newest.number
+
+    async def newest(self) -> Look | None:
+        """Returns the last look where it is recent, else a new one; None once it is closed."""
+        seen = self._newest.number
+        is_recent = seen > 0 and self._clock() < self._next_at
+        return await self.after(seen - 1 if is_recent else seen)
+
+    async def after(self, number: int) -> Look | None:
+        """Returns the first look after one that was seen; None once it is closed."""
+        while not self._closed and self._newest.number <= number:
+            if self._work is None:
+                self._work = asyncio.get_running_loop().create_task(self._look())
+            work = self._work
+            await asyncio.wait((work,))
+            if not work.cancelled():
+                work.result()
+        return None if self._closed else self._newest
+
+    def close(self) -> None:
+        """Ends every wait."""
+        self._closed = True
+        if self._work is not None:
+            self._work.cancel()
+
+    async def _look(self) -> None:
+        try:
+            await asyncio.sleep(max(self._next_at - self._clock(), 0.0))
+            self._next_at = self._clock() + self.pause_s  # also where it fails
+            begun = self._clock()
+            seen = look(self._sources)
+            cost_s = self._clock() - begun
+            body = await asyncio.to_thread(encode, self._sources, seen, self.pause_s)
+            self.pause_s = max(self._shortest_s, cost_s / _MAX_LOAD, len(body) / _MAX_BYTES_PER_S)
+            self._next_at = self._clock() + self.pause_s
+            event = b"event: status\ndata: %b\n\n" % body
+            self._newest = Look(self._newest.number + 1, body, event)
+        finally:
+            self._work = None
