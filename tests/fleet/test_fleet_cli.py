@@ -37,6 +37,8 @@ SURFACE = {
     "quorum": "--run-dir --address --insecure",
     "drain": "--reason --run-dir --address --insecure",
     "rollback": "--reason --timeout --run-dir --address --insecure",
+    "chaos list": "",
+    "chaos run": "--short --injector --seed --attach --project --out",
     "generate": "--run-dir --model --prompt --tokens --temperature --top-k --seed",
     "report": "",
     "version": "",
@@ -69,15 +71,24 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def commands_of(group: click.Group, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
+    """Every command by its whole name, those within groups too."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from commands_of(command, f"{prefix}{name} ")
+        else:
+            yield prefix + name, command
+
+
 def test_the_surface_is_pinned() -> None:
     """A new command or flag is a decision: it changes this table."""
-    context = click.Context(cli.diloco)
-    found = {}
-    for name in cli.diloco.list_commands(context):
-        command = cli.diloco.get_command(context, name)
-        assert command is not None
-        options = [p for p in command.params if isinstance(p, click.Option)]
-        found[name] = {option.opts[0] for option in options}
+    found = {
+        name: {option.opts[0] for option in command.params if isinstance(option, click.Option)}
+        for name, command in commands_of(cli.diloco)
+    }
     assert found == {name: set(flags.split()) for name, flags in SURFACE.items()}
 
 

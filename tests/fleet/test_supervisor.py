@@ -145,7 +145,8 @@ def gone(pid: int) -> bool:
 
 def test_a_complete_run_ends_learners_then_evaluator_then_synchronizer(fleet: Fleet) -> None:
     waits_for_learners = "while [ ! -s order ]; do sleep 0.02; done; " + FINISHES
-    outcome = fleet.run(fleet.supervisor([FINISHES], evaluator=waits_for_learners))
+    waits_for_all = "while [ ! -e synchronizer.up ]; do sleep 0.02; done; " + FINISHES
+    outcome = fleet.run(fleet.supervisor([waits_for_all], evaluator=waits_for_learners))
     assert (outcome.word, outcome.exit_code) == ("complete", 0)
     assert fleet.order() == ["learner-0", "evaluator", "synchronizer"]
     shown = read_fleet(fleet.files.fleet)
