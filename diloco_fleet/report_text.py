@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -160,9 +160,14 @@ def _by_process(restarts: Mapping[str, int]) -> str:
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
-    lines = ["| figure | value |", "| --- | --- |"]
-    lines += [f"| {name} | {value} |" for name, value in rows]
-    return "\n".join(lines) + "\n"
+    return _grid(("figure", "value"), rows)
+
+
+def _grid(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table; nothing in a cell ends it."""
+    cells = [names, ["---"] * len(names), *rows]
+    lines = [" | ".join(str(cell).replace("|", r"\|") for cell in row) for row in cells]
+    return "".join(f"| {line} |\n" for line in lines)
 
 
 def _contributions(report: Report) -> str:
@@ -171,14 +176,13 @@ def _contributions(report: Report) -> str:
     by_count = ", ".join(
         f"{count} x {number}" for number, count in report.contributors_histogram.items()
     )
-    rows = ["| learner | rounds contributed to | share |", "| --- | --- | --- |"]
-    rows += [
-        f"| {learner} | {count} | {count / max(report.rounds, 1):.1%} |"
+    rows = [
+        (learner, count, f"{count / max(report.rounds, 1):.1%}")
         for learner, count in report.contributions.items()
     ]
     return (
         f"## Contributions\n\nRounds by number of contributors (rounds x contributors): "
-        f"{by_count}.\n\n" + "\n".join(rows) + "\n"
+        f"{by_count}.\n\n" + _grid(("learner", "rounds contributed to", "share"), rows)
     )
 
 
@@ -189,14 +193,13 @@ def _waited(report: Report) -> str:
 def _waits(report: Report) -> str:
     if not report.waits:
         return ""
-    rows = ["| waited for | times | in all | longest | the longest waited |"]
-    rows += ["| --- | --- | --- | --- | --- |"]
-    rows += [
-        f"| `{x.reason}` | {x.times} | {_number(x.total_s, 's')} | {_number(x.longest_s, 's')} "
-        f"| {x.longest_detail.replace('|', '/')} |"
+    names = ("waited for", "times", "in all", "longest", "the longest waited")
+    rows = [
+        (f"`{x.reason}`", x.times, _number(x.total_s, "s"), _number(x.longest_s, "s"),
+         x.longest_detail)
         for x in report.waits
-    ]
-    return "## Merging waited\n\n" + "\n".join(rows) + "\n"
+    ]  # fmt: skip
+    return "## Merging waited\n\n" + _grid(names, rows)
 
 
 def _changes(report: Report) -> str:
@@ -208,15 +211,14 @@ def _changes(report: Report) -> str:
 def _leadership(report: Report) -> str:
     if not report.leader_changes:
         return ""
-    rows = ["| term | synchronizer | began (UTC) | goes on at | without merging |"]
-    rows += ["| --- | --- | --- | --- | --- |"]
-    rows += [
-        f"| {x.term} | {x.synchronizer} | {_clock(x.time)} | global step {x.global_step} "
-        f"| {_number(x.without_merging_s, 's')} |"
+    names = ("term", "synchronizer", "began (UTC)", "goes on at", "without merging")
+    rows = [
+        (x.term, x.synchronizer, _clock(x.time), f"global step {x.global_step}",
+         _number(x.without_merging_s, "s"))
         for x in report.leader_changes
-    ]
+    ]  # fmt: skip
     title = "## Leadership\n\nTerms that followed another one in a running fleet.\n\n"
-    return title + "\n".join(rows) + "\n"
+    return title + _grid(names, rows)
 
 
 def _clock(time: float) -> str:

@@ -13,10 +13,10 @@ from synchronizer_server.service.synchronizer import Context, refuse
 
 _OURS: Final = "/decoupled_diloco."
 
-Handler = Any
+_Handler = Any
 """A `grpc.RpcMethodHandler`, whose fields the stubs do not know."""
 
-Decode = Callable[[bytes], object]
+_Decode = Callable[[bytes], object]
 
 
 class DecodingInterceptor(grpc.aio.ServerInterceptor):
@@ -27,9 +27,9 @@ class DecodingInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
+    ) -> _Handler:
         """See `grpc.aio.ServerInterceptor`."""
         handler = await continuation(handler_call_details)
         is_ours = handler_call_details.method.startswith(_OURS)
@@ -47,7 +47,7 @@ INTERCEPTORS: Final = (DecodingInterceptor(),)
 """What every server of ours has."""
 
 
-def _decoding(decode: Decode) -> Decode:
+def _decoding(decode: _Decode) -> _Decode:
     """Returns the error in place of the message."""
 
     def try_to(data: bytes) -> object:

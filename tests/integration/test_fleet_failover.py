@@ -109,7 +109,9 @@ def test_a_store_that_is_deleted_under_its_synchronizer_is_filled_again(
     leader, term = ready(fleet), term_of(fleet)
     name = next(x for x in fleet.synchronizers if (x == leader) == (role == "leading"))
     pid = fleet.process_pid(name)
-    shutil.rmtree(fleet.files.store_of(fleet.synchronizers.index(name)))
+    store = fleet.files.store_of(fleet.synchronizers.index(name))
+    gone = store.rename(store.with_name(f"{store.name}-{role}"))  # it is written to: all at once
+    shutil.rmtree(gone)
     fleet.wait_until(lambda: fleet.process_pid(name) not in (pid, None), f"{name} to start anew")
     ready(fleet)
     fleet.wait_until(lambda: fleet.roles()[name] == "following", f"{name} to follow")
