@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # A container engine with compose v2 and buildx, and the base images of Dockerfile and compose.yaml.
 #
-#   container-engine.sh up      makes sure of all of it; what is there already is taken
-#   container-engine.sh down    ends the dockerd that `up` started, and no other; images stay
+#   container-engine.sh up [prometheus]   makes sure of all of it; what is there already is taken. With
+#                                         `prometheus`, of that image of observability.yaml, too
+#   container-engine.sh down              ends the dockerd that `up` started, and no other; images stay
 #
 # Where Docker is installed and a registry answers, `up` does next to nothing. Else, on Debian 12 as root,
 # it installs and starts Docker from Debian's packages, and where no registry can be reached, makes
 # stand-ins for the base images from Debian's packages under the same names: python:3.11-slim-bookworm,
-# redis:7-bookworm. From nothing that takes 2 to 6 minutes.
+# redis:7-bookworm, prom/prometheus. From nothing that takes 2 to 6 minutes.
 #
 # Exit codes: 0 done, 69 no engine can be had here (the reason is the last line), 1 anything else.
 set -euo pipefail
@@ -16,6 +17,7 @@ STATE=${CONTAINER_ENGINE_STATE:-/var/tmp/decoupled-diloco-engine-$UID}
 PULL_TIMEOUT_S=90
 PYTHON_IMAGE=python:3.11-slim-bookworm
 REDIS_IMAGE=redis:7-bookworm
+PROMETHEUS_IMAGE=prom/prometheus:v3.5.0
 BASE_IMAGE=decoupled-diloco/standin-base:bookworm
 export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 # packages start no services
 
@@ -78,7 +80,7 @@ install_plugins() {
 }
 
 start_engine() {
-    [[ $(id -u) == 0 ]] || unavailable "no dockerd answers, and starting one takes root"
+    [[ $(id -u) == 0 ]] || unavailable "no dockerd answers this user, and starting one takes root"
     say "starting dockerd"
     rm -f "$STATE/dockerd.pid"
     setsid dockerd --pidfile "$STATE/dockerd.pid" >"$STATE/dockerd.log" 2>&1 </dev/null &
@@ -128,12 +130,10 @@ build_standin() {
         { tail -n 20 "$STATE/build.log" >&2; say "the stand-in for $1 cannot be built" >&2; exit 1; }
 }
 
-make_standins() {
-    has_image "$BASE_IMAGE" || make_base
-    rm -rf "$STATE/standin" && mkdir -p "$STATE/standin/ca" && touch "$STATE/standin/ca/.keep"
-    # What this machine trusts beside the usual authorities, so that pip in a build trusts it, too.
-    cp /usr/local/share/ca-certificates/*.crt "$STATE/standin/ca/" 2>/dev/null || true
-    has_image "$PYTHON_IMAGE" || build_standin "$PYTHON_IMAGE" <<EOF
+# The Dockerfile of the stand-in for an image.
+standin() {
+    case "$1" in
+    "$PYTHON_IMAGE") cat <<EOF ;;
 FROM $BASE_IMAGE
 COPY ca/ /usr/local/share/ca-certificates/
 RUN update-ca-certificates && apt-get update \\
@@ -143,7 +143,7 @@ RUN update-ca-certificates && apt-get update \\
 ENV LANG=C.UTF-8
 CMD ["python3"]
 EOF
-    has_image "$REDIS_IMAGE" || build_standin "$REDIS_IMAGE" <<EOF
+    "$REDIS_IMAGE") cat <<EOF ;;
 FROM $BASE_IMAGE
 RUN apt-get update && apt-get install -y --no-install-recommends redis-server \\
  && rm -rf /var/lib/apt/lists/* && mkdir -p /data && chown redis:redis /data
@@ -153,6 +153,32 @@ USER redis
 EXPOSE 6379
 CMD ["redis-server", "--protected-mode", "no"]
 EOF
+    # Debian's is older than the image that it stands for; it takes the same configuration and flags.
+    "$PROMETHEUS_IMAGE") cat <<EOF ;;
+FROM $BASE_IMAGE
+RUN apt-get update && apt-get install -y --no-install-recommends prometheus wget \\
+ && rm -rf /var/lib/apt/lists/* /etc/prometheus && mkdir -p /etc/prometheus /prometheus \\
+ && chown -R nobody:nogroup /etc/prometheus /prometheus
+VOLUME /prometheus
+WORKDIR /prometheus
+USER nobody
+EXPOSE 9090
+ENTRYPOINT ["/bin/prometheus"]
+CMD ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"]
+EOF
+    esac
+}
+
+# Stand-ins for those of some images that are not there.
+make_standins() {
+    has_image "$BASE_IMAGE" || make_base
+    rm -rf "$STATE/standin" && mkdir -p "$STATE/standin/ca" && touch "$STATE/standin/ca/.keep"
+    # What this machine trusts beside the usual authorities, so that pip in a build trusts it, too.
+    cp /usr/local/share/ca-certificates/*.crt "$STATE/standin/ca/" 2>/dev/null || true
+    local image
+    for image in "$@"; do
+        has_image "$image" || standin "$image" | build_standin "$image"
+    done
 }
 
 up() {
@@ -163,9 +189,9 @@ up() {
     has_plugins || install_plugins
     answers || start_engine
     local image
-    for image in "$PYTHON_IMAGE" "$REDIS_IMAGE"; do
+    for image in "${images[@]}"; do
         if ! has_image "$image" && ! pull "$image"; then
-            make_standins
+            make_standins "${images[@]}"
             break
         fi
     done
@@ -189,8 +215,13 @@ down() {
     return 1
 }
 
-case "${1:-}" in
+images=("$PYTHON_IMAGE" "$REDIS_IMAGE")
+case "$*" in
 up) up ;;
+"up prometheus")
+    images+=("$PROMETHEUS_IMAGE")
+    up
+    ;;
 down) down ;;
-*) echo "usage: $0 up|down" >&2; exit 64 ;;
+*) echo "usage: $0 up [prometheus] | down" >&2; exit 64 ;;
 esac

@@ -13,6 +13,7 @@ PYTHON=${PYTHON:-$PWD/.venv/bin/python}
 export IMAGE_TAG=test-$$
 export COMPOSE_PROJECT_NAME=diloco-test-$$
 export COMPOSE_FILE=compose/compose.yaml
+overlays=compose/observability.yaml:compose/chaos.yaml:compose/small-disks.yaml
 label=com.docker.compose.project=$COMPOSE_PROJECT_NAME
 
 step() { echo "container tests: $* ($SECONDS s)"; }
@@ -20,7 +21,8 @@ step() { echo "container tests: $* ($SECONDS s)"; }
 remains() {
     docker ps --all --quiet --filter "label=$label"
     docker volume ls --quiet --filter "label=$label"
-    docker network ls --quiet --filter "label=$label"
+    # By name: those that faults make carry no label.
+    docker network ls --quiet --filter "name=$COMPOSE_PROJECT_NAME"
     docker images --quiet "decoupled-diloco/*:$IMAGE_TAG"
 }
 
@@ -28,6 +30,7 @@ remove() {
     local code=$?
     trap - EXIT
     trap '' INT TERM
+    export COMPOSE_FILE=$COMPOSE_FILE:$overlays
     [[ -z ${tests:-} ]] || kill "$tests" 2>/dev/null || true
     if [[ $code != 0 ]]; then
         docker compose --profile tools ps --all || true
@@ -35,6 +38,8 @@ remove() {
     fi
     step "removing everything"
     docker compose --profile tools down --volumes --remove-orphans --timeout 20 >/dev/null 2>&1 || true
+    docker network ls --quiet --filter "name=$COMPOSE_PROJECT_NAME" |
+        xargs --no-run-if-empty docker network rm >/dev/null || true
     docker images --format '{{.Repository}}:{{.Tag}}' "decoupled-diloco/*:$IMAGE_TAG" |
         xargs --no-run-if-empty docker rmi >/dev/null || true
     if [[ -n $(remains) ]]; then
@@ -49,7 +54,7 @@ remove() {
 answered=yes
 docker info >/dev/null 2>&1 || answered=no
 engine=0
-scripts/container-engine.sh up || engine=$?
+scripts/container-engine.sh up prometheus || engine=$?
 if [[ $engine == 69 ]]; then
     echo "container tests: SKIPPED, no container engine can be started here (see above)"
     exit 0

@@ -115,7 +115,7 @@ class DockerInjector(Injector):
         if kind is FaultKind.DISK_FULL and not all(map(self._has_small_store, self._stores())):
             return (
                 "a store lies on a disk of the host, which must not be filled; give the "
-                "synchronizers a tmpfs for it"
+                "synchronizers a tmpfs for it (compose/small-disks.yaml)"
             )
         if kind in _SIGNALS:
             return self._host.refusal()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,12 +15,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import yaml
 
 T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "compose"
 PATIENCE_S = 180.0
+CHAOS = (sys.executable, "-m", "diloco_fleet.cli", "chaos", "run", "--injector", "docker")
+SERVICES = {"redis": 1, "synchronizer": 2, "learner": 3, "evaluator": 1}
+"""Containers by role."""
+NETWORKS = {
+    name: service["networks"]
+    for name, service in yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"].items()
+    if "networks" in service
+}
+"""Networks by service."""
 
 
 def require_containers() -> None:
@@ -52,7 +63,7 @@ class ComposeFleet:
     """The compose project of this run of the tests; scripts/container-tests.sh removes it."""
 
     def __init__(self, **settings: object) -> None:
-        *self.ports, self.page_port, standby_page_port = _free_ports(4)
+        *self.ports, self.page_port, standby_page_port, self.prometheus_port = _free_ports(5)
         self.environ = {
             **os.environ,
             "COMPOSE_ENV_FILES": os.devnull,
@@ -60,17 +71,36 @@ class ComposeFleet:
             "STANDBY_PORT": str(self.ports[1]),
             "STATUS_PORT": str(self.page_port),
             "STANDBY_STATUS_PORT": str(standby_page_port),
+            "PROMETHEUS_PORT": str(self.prometheus_port),
             **{name: str(value) for name, value in settings.items()},
         }
 
-    def compose(self, *arguments: str, check: bool = True) -> str:
-        return run("docker", "compose", *arguments, check=check, environ=self.environ)
+    @property
+    def project(self) -> str:
+        """The compose project."""
+        return self.environ["COMPOSE_PROJECT_NAME"]
+
+    def compose(self, *arguments: str, overlay: str = "", check: bool = True) -> str:
+        """A command of compose, with an overlay of compose/ where it is named."""
+        files = [COMPOSE / f"{name}.yaml" for name in ("compose", overlay) if overlay and name]
+        flags = [part for file in files for part in ("--file", str(file))]
+        return run("docker", "compose", *flags, *arguments, check=check, environ=self.environ)
 
     def diloco(self, *arguments: str, check: bool = True) -> str:
         """The `diloco` command on this machine, against the published ports."""
         address = ",".join(f"127.0.0.1:{port}" for port in self.ports)
         command = (sys.executable, "-m", "diloco_fleet.cli", *arguments, "--address", address)
         return run(*command, check=check)
+
+    def strike(self, scenario: str, folder: Path, *flags: str) -> dict[str, Any]:
+        """Runs a scenario on the fleet, which must pass; returns its result."""
+        shutil.rmtree(folder, ignore_errors=True)
+        command = (*CHAOS, scenario, "--project", self.project, "--out", str(folder), *flags)
+        run(*command)
+        for name in ("chaos.md", "chaos.png"):
+            assert (folder / name).stat().st_size
+        result: dict[str, Any] = json.loads((folder / "chaos.json").read_text())
+        return result
 
     def status(self) -> dict[str, Any] | None:
         """What `diloco status` knows; None while nobody answers."""
@@ -96,6 +126,17 @@ class ComposeFleet:
         by_port = dict(zip(self.ports, ("synchronizer", "standby"), strict=True))
         return by_port[int(newest["address"].rpartition(":")[2])], int(newest["term"])
 
+    def in_sync(self) -> bool:
+        """Whether a standby would lose nothing."""
+        seen = self.status()
+        replicas = seen["status"]["replication"]["replicas"] if seen else []
+        return any(x["connected"] and x["in_sync"] for x in replicas)
+
+    def rises(self, steps: int = 5) -> None:
+        """The global step goes on."""
+        before = wait_for("a global step", lambda: max(self.global_step(), 0) or None)
+        wait_for(f"{steps} more global steps", lambda: self.global_step() >= before + steps)
+
     def global_step(self) -> int:
         """Last committed global step; -1 while nobody leads."""
         seen = self.status()
@@ -113,10 +154,32 @@ class ComposeFleet:
 
     def containers(self, role: str) -> list[str]:
         """Ids of the containers of a role, running or not."""
-        project = f"label=com.docker.compose.project={self.environ['COMPOSE_PROJECT_NAME']}"
+        project = f"label=com.docker.compose.project={self.project}"
         labelled = f"label=org.decoupled-diloco.role={role}"
         found = run("docker", "ps", "-aq", "--no-trunc", "--filter", project, "--filter", labelled)
         return found.split()
+
+    def wait_whole(self) -> None:
+        """Waits until everybody is well, live and where compose has put it, and in sync."""
+        try:
+            wait_for("the fleet is whole", lambda: not self.missing())
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {', '.join(self.missing())}") from None
+
+    def missing(self) -> list[str]:
+        """What the fleet lacks, in words."""
+        found = []
+        for role, number in SERVICES.items():
+            containers = self.containers(role)
+            found += [] if len(containers) == number else [f"{len(containers)} of {role}"]
+            for known in map(inspect, containers):
+                name, networks = known["Name"], set(known["NetworkSettings"]["Networks"])
+                found += [] if health_of(known) == "healthy" else [f"{name} is {health_of(known)}"]
+                at_home = {f"{self.project}_{x}" for x in NETWORKS[known_service(known)]}
+                found += [] if networks == at_home else [f"{name} is on {sorted(networks)}"]
+        live = len(self.learners("live"))
+        found += [] if live == SERVICES["learner"] else [f"{live} learners are live"]
+        return found if self.in_sync() else [*found, "no standby is in sync"]
 
     def container(self, service: str) -> str:
         """Id of the only container of a service."""
@@ -131,9 +194,20 @@ def inspect(container: str) -> dict[str, Any]:
 
 
 def health(container: str) -> str:
-    """State of a container, with its health where it has a check."""
-    state = inspect(container)["State"]
-    return str(state.get("Health", {}).get("Status") or state["Status"])
+    """State of a container, or its health where it runs and has a check."""
+    return health_of(inspect(container))
+
+
+def health_of(known: Mapping[str, Any]) -> str:
+    """The same, of what the engine knows of it."""
+    state = known["State"]
+    checked = state["Status"] == "running" and state.get("Health", {}).get("Status")
+    return str(checked or state["Status"])
+
+
+def known_service(known: Mapping[str, Any]) -> str:
+    """Service of a container, of what the engine knows of it."""
+    return str(known["Config"]["Labels"]["com.docker.compose.service"])
 
 
 def _free_ports(count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A fleet of containers trains, loses its leader and its learners, and ends as it is told."""
+"""A fleet of containers trains, loses its leader and a learner, is scaled and looked at."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.containers.compose_fleet import (
-    COMPOSE,
+    SERVICES,
     ComposeFleet,
     health,
     inspect,
@@ -21,15 +21,6 @@ from tests.containers.compose_fleet import (
 
 require_containers()
 
-SERVICES = {"redis": 1, "synchronizer": 2, "learner": 3, "evaluator": 1}
-"""Containers by role."""
-
-
-def rises(fleet: ComposeFleet, steps: int = 5) -> None:
-    """The global step goes on."""
-    before = wait_for("a global step", lambda: max(fleet.global_step(), 0) or None)
-    wait_for(f"{steps} more global steps", lambda: fleet.global_step() >= before + steps)
-
 
 def facts(pid: str) -> dict[str, str]:
     """What the kernel says of a process."""
@@ -37,12 +28,9 @@ def facts(pid: str) -> dict[str, str]:
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
-@pytest.mark.parametrize("overlays", [(), ("observability",), ("chaos",)])
-def test_compose_accepts_the_files(overlays: tuple[str, ...]) -> None:
-    files = [COMPOSE / f"{name}.yaml" for name in ("compose", *overlays)]
-    flags = [part for file in files for part in ("--file", str(file))]
-    fleet = ComposeFleet()
-    fleet.compose(*flags, "--profile", "tools", "config", "--quiet")
+@pytest.mark.parametrize("overlay", ["", "observability", "chaos", "small-disks"])
+def test_compose_accepts_the_files(overlay: str) -> None:
+    ComposeFleet().compose("--profile", "tools", "config", "--quiet", overlay=overlay)
 
 
 def test_every_container_gets_well(fleet: ComposeFleet) -> None:
@@ -57,7 +45,7 @@ def test_it_trains_and_every_learner_has_an_id_of_its_own(fleet: ComposeFleet) -
     wait_for("three live learners", lambda: len(fleet.learners("live")) == 3)
     hosts = {x["labels"]["host"] for x in fleet.learners("live").values()}
     assert hosts == {container[:12] for container in fleet.containers("learner")}
-    rises(fleet)
+    fleet.rises()
 
 
 def test_nothing_runs_as_root_has_a_capability_or_writes_its_root(fleet: ComposeFleet) -> None:
@@ -104,16 +92,10 @@ def test_the_standby_leads_once_the_leader_is_killed_and_the_old_one_comes_back(
         return leader is not None and leader[0] == other and leader[1] > term
 
     wait_for(f"{other} leads", replaced)
-    rises(fleet)
+    fleet.rises()
     wait_for("it was started again", lambda: inspect(container)["RestartCount"] >= 1)
     wait_for("it is well", lambda: health(container) == "healthy")
-
-    def in_sync() -> bool:
-        seen = fleet.status()
-        replicas = seen["status"]["replication"]["replicas"] if seen else []
-        return any(x["connected"] and x["in_sync"] for x in replicas)
-
-    wait_for("it is in sync again", in_sync)
+    wait_for("it is in sync again", fleet.in_sync)
     assert len(fleet.learners()) == 3
 
 
@@ -123,7 +105,7 @@ def test_a_killed_learner_comes_back_as_the_same_one(fleet: ComposeFleet) -> Non
     known = set(fleet.learners())
     os.kill(inspect(container)["State"]["Pid"], signal.SIGKILL)
     wait_for("it was started again", lambda: inspect(container)["RestartCount"] >= 1)
-    rises(fleet)
+    fleet.rises()
     wait_for("three live learners", lambda: len(fleet.learners("live")) == 3)
     assert set(fleet.learners()) == known
 
@@ -139,7 +121,7 @@ def test_learners_are_scaled_up_and_a_drained_one_stays_away(fleet: ComposeFleet
     wait_for("it has ended", lambda: inspect(host)["State"]["Status"] == "exited")
     assert inspect(host)["State"]["ExitCode"] == 0
     assert fresh in fleet.learners("drained")
-    rises(fleet)
+    fleet.rises()
     assert inspect(host)["State"]["Status"] == "exited"
     run("docker", "rm", "--volumes", host)
 
@@ -155,39 +137,14 @@ def test_the_model_is_written_and_used_while_the_fleet_trains(fleet: ComposeFlee
 def test_the_link_of_a_datacenter_is_slow_until_the_overlay_is_taken_away(
     fleet: ComposeFleet,
 ) -> None:
-    files = ("--file", str(COMPOSE / "compose.yaml"), "--file", str(COMPOSE / "chaos.yaml"))
-    fleet.compose(*files, "up", "--detach", "--no-build", "--no-deps", "--no-recreate", "link")
+    up = ("up", "--detach", "--no-build", "--no-deps", "--no-recreate")
+    fleet.compose(*up, "link", overlay="chaos")
     (link,) = fleet.containers("link")
     wait_for("the link is slow", lambda: health(link) == "healthy")
     attach = ("--network", f"container:{fleet.container('learner-b')}", "--entrypoint", "tc")
     image = inspect(link)["Config"]["Image"]
     show = ("docker", "run", "--rm", *attach, image, "qdisc", "show", "dev", "eth0")
     assert "tbf" in run(*show)
-    fleet.compose(*files, "rm", "--stop", "--force", "link")
+    fleet.compose("rm", "--stop", "--force", "link", overlay="chaos")
     assert "tbf" not in run(*show)
-    rises(fleet)
-
-
-def test_it_stops_without_force_and_goes_on_where_it_was(fleet: ComposeFleet) -> None:
-    before = wait_for("a global step", lambda: max(fleet.global_step(), 0) or None)
-    term = wait_for("a leader", fleet.leader)[1]
-    learners = set(fleet.learners())
-    fleet.compose("stop")
-    for role in SERVICES:
-        for container in fleet.containers(role):
-            # 137 is the kill that follows where the grace period was too short.
-            assert inspect(container)["State"]["ExitCode"] in {0, 143}, role
-    model = fleet.compose("run", "--rm", "--no-deps", "-T", "generate", "--tokens", "5")
-    assert model
-    fleet.compose("up", "--detach", "--no-build", "--no-recreate", "--scale", "learner=2")
-    after = wait_for("a leader of a later term", lambda: (fleet.leader() or ("", 0))[1] > term)
-    assert after
-    assert fleet.global_step() == -1 or fleet.global_step() >= before
-    rises(fleet)
-    assert set(fleet.learners("live")) <= learners
-
-
-def test_the_run_directory_holds_what_a_run_leaves(fleet: ComposeFleet) -> None:
-    script = "cat /var/lib/diloco/run/metrics/synchronizer-*.jsonl | head -n 1"
-    line = fleet.compose("exec", "-T", "synchronizer", "sh", "-c", script)
-    assert json.loads(line)["kind"]
+    fleet.rises()

@@ -24,7 +24,7 @@ from synchronizer_server.cli import cli as diloco_synchronizer
 from synchronizer_server.settings import ServerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("compose", "observability", "chaos")
+FILES = ("compose", "observability", "chaos", "small-disks")
 TEXTS = {name: (ROOT / "compose" / f"{name}.yaml").read_text() for name in FILES}
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -118,6 +118,40 @@ def test_redis_is_on_the_network_of_the_synchronizers_alone() -> None:
     on_hub = {name for name, values in SERVICES.items() if "hub" in values.get("networks", [])}
     assert SERVICES["redis"]["networks"] == ["hub"]
     assert on_hub == {"redis", "synchronizer", "standby"}
+
+
+def test_prometheus_scrapes_every_synchronizer_and_learner_and_nothing_that_is_not_there() -> None:
+    path = ROOT / "compose" / "observability" / "prometheus.yml"
+    targets: set[tuple[str, int]] = set()
+    for job in yaml.safe_load(path.read_text())["scrape_configs"]:
+        for static in job.get("static_configs", []):
+            for name, _, port in (target.partition(":") for target in static["targets"]):
+                targets.add((name, int(port)))
+        for found in job.get("dns_sd_configs", []):
+            targets |= {(name, found["port"]) for name in found["names"]}
+    exporting = {
+        (name, int(address.rpartition(":")[2]))
+        for name, values in services("compose").items()
+        for address in (
+            values.get("environment", {}).get("DILOCO_HTTP_ADDRESS"),
+            *(word for word in values.get("command", []) if word.startswith("--metrics-address=")),
+        )
+        if address
+    }
+    assert targets == exporting
+    assert {SERVICES[name]["labels"][ROLE] for name, _ in targets} == {"synchronizer", "learner"}
+    for name, _ in targets:
+        assert set(SERVICES[name]["networks"]) & set(SERVICES["prometheus"]["networks"]), name
+
+
+def test_small_disks_take_the_place_of_the_stores() -> None:
+    composed = services("compose")
+    for name, values in services("small-disks").items():
+        [disk] = values["volumes"]
+        assert disk["type"] == "tmpfs"
+        assert disk["target"] == composed[name]["environment"]["DILOCO_STORE"]
+        assert disk["target"] in {volume.split(":")[1] for volume in composed[name]["volumes"]}
+    assert set(services("small-disks")) == {"synchronizer", "standby"}
 
 
 def test_ports_are_published_on_loopback_alone() -> None:
