@@ -7,6 +7,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
@@ -22,6 +23,7 @@ _NUMBER: Final = "com.docker.compose.container-number"
 _ONE_OFF: Final = "com.docker.compose.oneoff"
 _ROLE: Final = "org.decoupled-diloco.role"
 _ROLES: Final = ("learner", "synchronizer", "redis", "evaluator")
+_EVERYWHERE: Final = MappingProxyType({"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"})
 _MAX_BYTES: Final = 1 << 30
 
 
@@ -110,6 +112,11 @@ class ComposedFleet:
                 raise DilocoError(Reason.TARGET_NOT_FOUND, f"the container of {name} is gone")
         return self._containers[name]
 
+    def there(self) -> frozenset[str]:
+        """Names of those that have a container now, running or not."""
+        self.refresh()
+        return frozenset(self._there)
+
     def running(self) -> list[str]:
         """Names of those that ran at the last `refresh`, frozen or not."""
         return [name for name in self._there if _pid(self._containers[name]) > 0]
@@ -142,17 +149,19 @@ class ComposedFleet:
         for name in self._places:
             if not name.startswith("synchronizer"):
                 continue
-            ports = self.container(name).attrs["NetworkSettings"].get("Ports") or {}
-            published = [entry for entries in ports.values() for entry in entries or ()]
-            if not published:
+            container = self.container(name)
+            ports = container.attrs["NetworkSettings"].get("Ports") or {}
+            # It may publish its status page, too.
+            port = setting(container, "address").rpartition(":")[2]
+            entries = ports.get(f"{port}/tcp") or [x for each in ports.values() for x in each or ()]
+            if not entries:
                 raise UsageError(
                     Reason.TARGET_NOT_FOUND,
                     f"{name} publishes no port, so nobody can watch it from here; publish its port "
                     "on 127.0.0.1, and see that it runs",
                 )
-            host = published[0]["HostIp"]
-            host = "127.0.0.1" if host in {"", "0.0.0.0"} else host
-            addresses[name] = f"{host}:{published[0]['HostPort']}"
+            host = _EVERYWHERE.get(entries[0]["HostIp"], entries[0]["HostIp"])
+            addresses[name] = f"{f'[{host}]' if ':' in host else host}:{entries[0]['HostPort']}"
         return addresses
 
     def learner_ids(self) -> dict[str, str]:
@@ -160,8 +169,8 @@ class ComposedFleet:
         for name, container in self._containers.items():
             if not name.startswith("learner") or name in self._id_of:
                 continue
-            learner_id = option(container, "--learner-id")
-            path = option(container, "--learner-id-file")
+            learner_id = setting(container, "learner_id")
+            path = setting(container, "learner_id_file")
             if not learner_id and path:
                 learner_id = self._read(container, path).get(path.rpartition("/")[2], "").strip()
             if learner_id:
@@ -173,7 +182,7 @@ class ComposedFleet:
         ids = self.learner_ids()
         texts: dict[str, str] = {}
         for container in self._containers.values():
-            folder = option(container, "--run-dir")
+            folder = setting(container, "run_dir")
             if folder and not texts:
                 texts = self._read(container, f"{folder}/metrics")
         named = {
@@ -296,12 +305,16 @@ def _num_restarts(container: Container) -> int:
     return int(container.attrs.get("RestartCount", 0))
 
 
-def option(container: Container, flag: str) -> str:
-    """Value of an option of a container's command; empty where it is not given."""
+def setting(container: Container, name: str) -> str:
+    """A setting of a container's command, by its option or its variable; empty for neither."""
+    flag = f"--{name.replace('_', '-')}"
     words = [str(word) for word in container.attrs.get("Args") or ()]
     for index, word in enumerate(words):
         if word == flag and index + 1 < len(words):
             return words[index + 1]
         if word.startswith(f"{flag}="):
             return word.partition("=")[2]
-    return ""
+    variable = f"DILOCO_{name.upper()}="
+    environment = [str(word) for word in container.attrs["Config"].get("Env") or ()]
+    found = [word.partition("=")[2] for word in environment if word.startswith(variable)]
+    return found[-1] if found else ""

@@ -19,7 +19,7 @@ from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.settings import PROTOCOL_VERSION
 from decoupled_diloco.v1 import admin_pb2, admin_pb2_grpc
 from diloco_fleet.chaos.conductor import Arm, Begin
-from diloco_fleet.chaos.docker_fleet import ComposedFleet, call_engine, exists, option
+from diloco_fleet.chaos.docker_fleet import ComposedFleet, call_engine, exists, setting
 from diloco_fleet.chaos.docker_host import Host
 from diloco_fleet.chaos.docker_links import LinkedContainer, Links
 from diloco_fleet.chaos.docker_partition import Partitions, networks_of
@@ -167,13 +167,7 @@ class DockerInjector(Injector):
         container = self._fleet.container(name)
         attrs = container.attrs
         mounts = {entry["Destination"] for entry in attrs["Mounts"] if entry["Type"] == "tmpfs"}
-        return self._store_of(container) in {*mounts, *(attrs["HostConfig"].get("Tmpfs") or {})}
-
-    @staticmethod
-    def _store_of(container: Container) -> str:
-        environment = [str(word) for word in container.attrs["Config"].get("Env") or ()]
-        named = [word.partition("=")[2] for word in environment if word.startswith("DILOCO_STORE=")]
-        return option(container, "--store") or "".join(named)
+        return setting(container, "store") in {*mounts, *(attrs["HostConfig"].get("Tmpfs") or {})}
 
     def names(self) -> frozenset[str]:
         """See `Injector.names`."""
@@ -297,7 +291,7 @@ class DockerInjector(Injector):
 
     def _fill(self, number: int, name: str) -> None:
         container = self._fleet.container(name)
-        filler = f"{self._store_of(container)}/.filler"
+        filler = f"{setting(container, 'store')}/.filler"
 
         def make_room() -> None:
             # Where it does not run, its disk is gone, and what filled it, too.

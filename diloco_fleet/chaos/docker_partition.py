@@ -49,8 +49,12 @@ class Partitions:
             DilocoError: why the engine does not do it.
         """
         one, other = groups
+        there = self._fleet.there()
         elsewhere = {
-            network for name in other for network in networks_of(self._fleet.container(name))
+            network
+            for name in other
+            if name in there
+            for network in networks_of(self._fleet.container(name))
         }
         aliases: dict[str, list[str]] = {}
         for name in one:
@@ -75,7 +79,6 @@ class Partitions:
                     lambda: network.connect(
                         container,
                         aliases=settings.get("Aliases") or [],
-                        links=settings.get("Links"),
                         ipv4_address=fixed.get("IPv4Address"),
                         ipv6_address=fixed.get("IPv6Address"),
                         driver_opt=settings.get("DriverOpts"),

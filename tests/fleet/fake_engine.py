@@ -119,7 +119,6 @@ class FakeNetwork:
         aliases: Sequence[str] = (),
         ipv4_address: str | None = None,
         ipv6_address: str | None = None,
-        links: Sequence[str] | None = None,
         driver_opt: dict[str, str] | None = None,
     ) -> None:
         if self.stuck:
@@ -128,7 +127,6 @@ class FakeNetwork:
         container.networks[self.name] = {
             "Aliases": list(aliases),
             "IPAMConfig": {key: value for key, value in fixed.items() if value} or None,
-            "Links": links,
             "DriverOpts": driver_opt,
         }
 

@@ -209,6 +209,15 @@ def test_what_is_begun_is_healed_though_containers_were_made_anew(
     assert set(networks) == {"dc-b"}
 
 
+def test_a_partition_does_not_miss_who_is_gone(
+    engine: FakeEngine, injector: DockerInjector
+) -> None:
+    engine.all.remove(engine.by_service("redis"))
+    injector.begin(Begin(number=0, fault=CUT, groups=GROUPS))
+    assert set(engine.by_service("learner-b").networks) == {f"{PROJECT}-chaos-0"}
+    assert injector.heal_all() == []
+
+
 def test_a_container_for_one_command_is_nobody(engine: FakeEngine) -> None:
     """`docker compose run learner` leaves one, with the labels of its service."""
     once = engine.make_anew("learner-b")
@@ -258,6 +267,22 @@ def test_a_synchronizer_whose_port_is_not_published_cannot_be_watched(engine: Fa
     engine.by_service("standby").attrs["NetworkSettings"]["Ports"] = {"50051/tcp": None}
     with pytest.raises(UsageError, match="synchronizer-1 publishes no port"):
         ComposedFleet(cast("Any", engine), PROJECT).addresses()
+
+
+@pytest.mark.parametrize(
+    ("host_ip", "address"),
+    [("127.0.0.1", "127.0.0.1:5000"), ("0.0.0.0", "127.0.0.1:5000"), ("::", "[::1]:5000")],
+)
+def test_a_synchronizer_is_watched_at_its_own_port_and_not_at_that_of_its_page(
+    engine: FakeEngine, host_ip: str, address: str
+) -> None:
+    attrs = engine.by_service("synchronizer").attrs
+    attrs["Config"]["Env"].append("DILOCO_ADDRESS=0.0.0.0:9000")
+    attrs["NetworkSettings"]["Ports"] = {
+        "8080/tcp": [{"HostIp": "127.0.0.1", "HostPort": "8080"}],
+        "9000/tcp": [{"HostIp": host_ip, "HostPort": "5000"}],
+    }
+    assert ComposedFleet(cast("Any", engine), PROJECT).addresses()["synchronizer-0"] == address
 
 
 @pytest.mark.parametrize(
