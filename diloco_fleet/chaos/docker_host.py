@@ -36,9 +36,8 @@ class Host:
             self.run("unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", *probe)
         except DilocoError as error:
             kind = probe[0]
-            if "not permitted" in error.message:
-                return f"NET_ADMIN is missing: {error.message}"
-            return f"the kernel of the host has no {kind} (sch_{kind}): {error.message}"
+            lacking = f"the kernel of the host has no {kind} (sch_{kind}): {error.message}"
+            return missing_right(error) or lacking
         return ""
 
     def missing(self, *programs: str) -> str:
@@ -106,3 +105,12 @@ class Host:
             said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
             raise DilocoError(Reason.FAULT_IMPOSSIBLE, f"{command[0]}: {said}")
         return done.stdout
+
+
+def missing_right(error: DilocoError) -> str:
+    """Says which right a program lacked; empty where it failed for another reason."""
+    if "unshare failed" in error.message:
+        return f"SYS_ADMIN is missing: {error.message}"
+    if "not permitted" in error.message or "Permission denied" in error.message:
+        return f"NET_ADMIN is missing: {error.message}"
+    return ""

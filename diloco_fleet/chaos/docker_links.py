@@ -92,7 +92,8 @@ class Links:
         if not why or fault.fault is FaultKind.BANDWIDTH:
             return why
         other = packet_delay.refusal(self._host)
-        return f"{why}; {other}" if other and other != why else other
+        same = other.partition(":")[0] == why.partition(":")[0]
+        return f"{why}; {other}" if other and not same else other
 
     def disturb(
         self,

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from decoupled_diloco.errors import DilocoError
-from diloco_fleet.chaos.docker_host import Host
+from diloco_fleet.chaos.docker_host import Host, missing_right
 from diloco_fleet.chaos.packet_queue import PacketQueue
 
 READY: Final = "ready"
@@ -158,7 +158,8 @@ def refusal(host: Host) -> str:
         for rule in make_rules(_QUEUES[0], ["probe"], both=True, ipv6=False):
             host.run("unshare", "--net", *rule.command("--append"))
     except DilocoError as error:
-        return f"the host has no NFQUEUE or no physdev for iptables: {error.message}"
+        lacking = f"the host has no NFQUEUE or no physdev for iptables: {error.message}"
+        return missing_right(error) or lacking
     try:
         with bind(random.choice(_QUEUES)):
             return ""

@@ -145,12 +145,17 @@ def test_delay_and_loss_are_refused_only_where_neither_kernel_nor_queue_does_the
     monkeypatch.setattr(packet_delay, "refusal", lambda _: "")
     assert injector.refusal(fault) == ""
     assert injector.refusal(SLOW) == "the kernel of the host has no tbf"
+    host.why_not = "NET_ADMIN is missing: tc says no"
+    monkeypatch.setattr(packet_delay, "refusal", lambda _: "NET_ADMIN is missing: iptables says no")
+    assert injector.refusal(fault).count("NET_ADMIN") == 1
 
 
 @pytest.mark.parametrize(
     ("said", "words"),
     [
         ("RTNETLINK answers: Operation not permitted", "NET_ADMIN is missing"),
+        ("iptables: Permission denied (you must be root)", "NET_ADMIN is missing"),
+        ("unshare failed: Operation not permitted", "SYS_ADMIN is missing"),
         ("Error: Specified qdisc kind is unknown.", "the kernel of the host has no netem"),
     ],
 )
