@@ -111,6 +111,14 @@ def test_what_a_container_sends_and_gets_is_late_and_nothing_else(
     assert queues() == 0
 
 
+def test_packets_are_late_by_netem_where_the_kernel_has_it(bridged: Bridged, undo: Undo) -> None:
+    Links(Host()).disturb(0, LATE, bridged.containers[0], lambda x: undo.add(0, x))
+    assert (queues() == 0) is (Host().refusal("netem", "delay", "1ms") == "")
+    assert 2 * DELAY_S <= bridged.rtt_s(0, 1) < 4 * DELAY_S
+    undo.heal(0)
+    assert bridged.rtt_s(0, 1) < DELAY_S
+
+
 def test_ipv6_is_late_as_well(bridged: Bridged, links: Links, undo: Undo) -> None:
     if not bridged.ipv6:
         pytest.skip("the kernel has no IPv6")
