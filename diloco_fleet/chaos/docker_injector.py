@@ -11,29 +11,32 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from decoupled_diloco.channel import channel_options, parse_address
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from decoupled_diloco.settings import PROTOCOL_VERSION
 from decoupled_diloco.v1 import admin_pb2, admin_pb2_grpc
 from diloco_fleet.chaos.conductor import Arm, Begin
-from diloco_fleet.chaos.docker_fleet import ComposedFleet, call_engine
-from diloco_fleet.chaos.docker_host import Host, latency, loss, rate_limit
+from diloco_fleet.chaos.docker_fleet import ComposedFleet, call_engine, exists, setting
+from diloco_fleet.chaos.docker_host import Host
+from diloco_fleet.chaos.docker_links import LinkedContainer, Links
+from diloco_fleet.chaos.docker_partition import Partitions, networks_of
 from diloco_fleet.chaos.injector import Injector
 from diloco_fleet.chaos.sample import Sample
 from diloco_fleet.chaos.scenario import Fault, FaultKind
-from diloco_fleet.chaos.targets import is_learner
+from diloco_fleet.chaos.targets import LEARNER, REDIS, is_learner
 from diloco_fleet.chaos.undo import Undo
 from diloco_fleet.chaos.watch import Watch, make_sample
-from diloco_fleet.metrics import RunMetrics
+from diloco_fleet.metrics import RunMetrics, is_synchronizer
 
 if TYPE_CHECKING:
     from docker.client import DockerClient
     from docker.models.containers import Container
-    from docker.models.networks import Network
 
 _SIGNALS: Final = {FaultKind.KILL: signal.SIGKILL, FaultKind.RESTART: signal.SIGTERM}
+_OF_LINKS: Final = frozenset({FaultKind.BANDWIDTH, FaultKind.LATENCY, FaultKind.LOSS})
 _ALL_ENDED: Final = "no learner runs any more; is the run complete?"
 _LOOK_S: Final = 1.0
 _DEADLINE_S: Final = 5.0
@@ -92,14 +95,23 @@ class DockerInjector(Injector):
         client: the engine.
         project: of the composed fleet.
         host: the machine on which it runs.
+        links: disturbs the links of its containers.
     """
 
     name: ClassVar[str] = "docker"
 
-    def __init__(self, client: DockerClient, project: str, host: Host | None = None) -> None:
+    def __init__(
+        self,
+        client: DockerClient,
+        project: str,
+        host: Host | None = None,
+        links: Links | None = None,
+    ) -> None:
         self._client = client
         self._host = host if host is not None else Host()
+        self._links = Links(self._host) if links is None else links
         self._fleet = ComposedFleet(client, project)
+        self._partitions = Partitions(client, self._fleet)
         self._undo = Undo()
         self._stack = ExitStack()
         self._stack.callback(client.close)
@@ -118,32 +130,44 @@ class DockerInjector(Injector):
                 "synchronizers a tmpfs for it (compose/small-disks.yaml)"
             )
         if kind in _SIGNALS:
-            return self._host.refusal()
-        if kind is FaultKind.BANDWIDTH:
-            return self._host.refusal(*rate_limit(1.0))
-        if kind is FaultKind.LATENCY:
-            return self._host.refusal(*latency(0.001))
-        if kind is FaultKind.LOSS:
-            return self._host.refusal(*loss(0.01))
+            return self._host.refusal() or self._not_here() or self._stays_down(fault.who)
+        if kind in _OF_LINKS:
+            return self._links.refusal(fault) or self._not_here()
+        return ""
+
+    def _not_here(self) -> str:
+        """Says that the containers run on another machine; empty where they do not."""
+        for name in self._fleet.names():
+            container = self._fleet.container(name)
+            pid = int(container.attrs["State"]["Pid"])
+            if pid > 0 and not self._host.owns(pid, str(container.id)) and exists(container):
+                if pid != int(container.attrs["State"]["Pid"]):
+                    continue  # it has just been started again
+                return (
+                    "the engine runs its containers on another machine, or in a virtual one; run "
+                    "it where they are"
+                )
+        return ""
+
+    def _stays_down(self, who: str) -> str:
+        """Says who would not be started again; empty where everybody is."""
+        role = who.rpartition(" ")[2]
+        names = self._fleet.names()
+        of_role = is_learner if role == LEARNER else is_synchronizer
+        for name in sorted({who} & names or set(filter(of_role, names))):
+            policy = self._fleet.container(name).attrs["HostConfig"].get("RestartPolicy") or {}
+            if policy.get("Name") in {None, "", "no"}:
+                return f"{name} has no restart policy, so nobody starts it again"
         return ""
 
     def _stores(self) -> list[str]:
-        return [name for name in self._fleet.names() if name.startswith("synchronizer")]
+        return [name for name in self._fleet.names() if is_synchronizer(name)]
 
     def _has_small_store(self, name: str) -> bool:
-        attrs = self._fleet.container(name).attrs
-        store = self._store_of(attrs)
+        container = self._fleet.container(name)
+        attrs = container.attrs
         mounts = {entry["Destination"] for entry in attrs["Mounts"] if entry["Type"] == "tmpfs"}
-        return store in {*mounts, *(attrs["HostConfig"].get("Tmpfs") or {})}
-
-    @staticmethod
-    def _store_of(attrs: dict[str, Any]) -> str:
-        words = [*(attrs.get("Args") or ()), *(attrs["Config"].get("Env") or ())]
-        for word in words:
-            for prefix in ("--store=", "DILOCO_STORE="):
-                if word.startswith(prefix):
-                    return str(word).partition("=")[2]
-        return ""
+        return setting(container, "store") in {*mounts, *(attrs["HostConfig"].get("Tmpfs") or {})}
 
     def names(self) -> frozenset[str]:
         """See `Injector.names`."""
@@ -166,8 +190,9 @@ class DockerInjector(Injector):
         """See `Injector.look`."""
         now = time.monotonic()
         if now - self._looked_at_s > _LOOK_S:
-            self._running, self._ids = self._fleet.running(), self._fleet.learner_ids()
-            self._restarts = self._fleet.restarts()
+            self._fleet.refresh()
+            self._running, self._restarts = self._fleet.running(), self._fleet.restarts()
+            self._ids = self._fleet.learner_ids()
             self._looked_at_s = now
         sample = make_sample(
             self._watch.answers(),
@@ -183,24 +208,25 @@ class DockerInjector(Injector):
         kind, names = action.fault.fault, action.groups[0]
         if kind in _SIGNALS:
             for name in names:
-                self._host.signal(self._fleet.pid(name), _SIGNALS[kind])
+                pid, container = self._fleet.pid(name), self._fleet.container(name)
+                self._host.signal(pid, str(container.id), _SIGNALS[kind])
         elif kind is FaultKind.FREEZE:
             for name in names:
                 self._freeze(action.number, self._fleet.container(name))
         elif kind is FaultKind.PARTITION:
-            self._partition(action.number, action.groups)
+            keep = partial(self._undo.add, action.number)
+            self._partitions.cut(action.number, action.groups, keep)
         elif kind is FaultKind.REDIS_LOSS:
-            redis = self._fleet.container("redis")
-            self._undo.add(action.number, lambda: call_engine(redis.start, "redis"))
-            call_engine(redis.kill, "redis")
+            self._undo.add(action.number, self._start_redis)
+            call_engine(self._fleet.container(REDIS).kill, REDIS)
         elif kind is FaultKind.REDIS_EMPTY:
-            self._execute("redis", ["redis-cli", "flushall"])
+            self._execute(self._fleet.container(REDIS), REDIS, ["redis-cli", "flushall"])
         elif kind is FaultKind.DISK_FULL:
             for name in names:
                 self._fill(action.number, name)
         else:
             for name in names:
-                self._shape(action.number, action.fault, name)
+                self._disturb(action.number, action.fault, name)
 
     def arm(self, action: Arm) -> None:
         """Containers strike themselves at no point of the protocol; refused before."""
@@ -209,6 +235,7 @@ class DockerInjector(Injector):
     def heal(self, number: int) -> None:
         """See `Injector.heal`."""
         self._undo.heal(number)
+        self._links.check(number)
 
     def heal_all(self) -> list[str]:
         """See `Injector.heal_all`."""
@@ -239,118 +266,51 @@ class DockerInjector(Injector):
                 return int(run.settings.sync_interval)
         return None
 
+    def _start_redis(self) -> None:
+        call_engine(self._fleet.container(REDIS).start, REDIS)
+
     def _freeze(self, number: int, container: Container) -> None:
         def thaw() -> None:
-            call_engine(container.reload, str(container.name))
-            # Who was killed meanwhile is frozen no more.
-            if container.status == "paused":
+            # Who was killed or made anew meanwhile is frozen no more.
+            if exists(container) and container.status == "paused":
                 call_engine(container.unpause, str(container.name))
 
         self._undo.add(number, thaw)
         call_engine(container.pause, str(container.name))
 
-    def _shape(self, number: int, fault: Fault, name: str) -> None:
+    def _disturb(self, number: int, fault: Fault, name: str) -> None:
         pid = self._fleet.pid(name)
-        if fault.mbit_per_s is not None:
-            discipline = rate_limit(fault.mbit_per_s)
-        elif fault.delay_s is not None:
-            discipline = latency(fault.delay_s)
-        else:
-            assert fault.share is not None, "checked"
-            discipline = loss(fault.share)
-        both = fault.fault is not FaultKind.LOSS
-        for command in self._host.shape(pid, discipline, both=both):
-            self._undo.add(number, lambda command=command: self._unshape(name, pid, command))  # type: ignore[misc]
-
-    def _unshape(self, name: str, pid: int, command: list[str]) -> None:
-        try:
-            self._host.run(*command)
-        except DilocoError:
-            # A container that was started again has new links, undisturbed.
-            if self._fleet.container(name).attrs["State"]["Pid"] == pid:
-                raise
+        container = self._fleet.container(name)
+        linked = LinkedContainer(
+            name=name,
+            container_id=str(container.id),
+            pid=pid,
+            ipv6=any(x.get("GlobalIPv6Address") for x in networks_of(container).values()),
+        )
+        self._links.disturb(number, fault, linked, partial(self._undo.add, number))
 
     def _fill(self, number: int, name: str) -> None:
-        filler = f"{self._store_of(self._fleet.container(name).attrs)}/.filler"
-        self._undo.add(number, lambda: self._execute(name, ["rm", "-f", filler]))
-        # It ends with an error by itself once the disk is full.
         container = self._fleet.container(name)
-        command = ["dd", "if=/dev/zero", f"of={filler}", "bs=64k"]
-        call_engine(lambda: container.exec_run(command), name)
+        filler = f"{setting(container, 'store')}/.filler"
 
-    def _execute(self, name: str, command: list[str]) -> None:
-        container = self._fleet.container(name)
+        def make_room() -> None:
+            # Where it does not run, its disk is gone, and what filled it, too.
+            if exists(container) and container.status == "running":
+                self._execute(container, name, ["rm", "-f", filler])
+
+        self._undo.add(number, make_room)
+        command = ["dd", "if=/dev/zero", f"of={filler}", "bs=64k"]
+        done = call_engine(lambda: container.exec_run(command), name)
+        said = " ".join(done.output.decode(errors="replace").split())
+        if "No space left" not in said:
+            raise DilocoError(Reason.FAULT_IMPOSSIBLE, f"dd in {name}: {said}")
+
+    @staticmethod
+    def _execute(container: Container, name: str, command: list[str]) -> None:
         done = call_engine(lambda: container.exec_run(command), name)
         if done.exit_code != 0:
             said = " ".join(done.output.decode(errors="replace").split())
             raise DilocoError(Reason.FAULT_IMPOSSIBLE, f"{command[0]} in {name}: {said}")
-
-    # -- partitions -------------------------------------------------------------------------------
-
-    def _partition(self, number: int, groups: tuple[tuple[str, ...], ...]) -> None:
-        """Takes the first group off every network that it shares with the second one.
-
-        Where it is more than one, its members get a network of their own, under the same names.
-        """
-        one, other = groups
-        elsewhere = {
-            network
-            for name in other
-            for network in self._fleet.container(name).attrs["NetworkSettings"]["Networks"]
-        }
-        aliases: dict[str, list[str]] = {}
-        for name in one:
-            container = self._fleet.container(name)
-            for network_name, settings in list(_networks(container).items()):
-                if network_name in elsewhere:
-                    aliases.setdefault(name, []).extend(settings.get("Aliases") or ())
-                    self._take_off(number, container, network_name, settings)
-        if len(one) > 1:
-            self._give_network(number, aliases)
-
-    def _take_off(
-        self, number: int, container: Container, network_name: str, settings: dict[str, Any]
-    ) -> None:
-        network = call_engine(lambda: self._client.networks.get(network_name), network_name)
-        fixed = (settings.get("IPAMConfig") or {}).get("IPv4Address")
-        names = settings.get("Aliases") or []
-
-        def put_back() -> None:
-            call_engine(container.reload, str(container.name))
-            if network_name not in _networks(container):
-                call_engine(
-                    lambda: network.connect(container, aliases=names, ipv4_address=fixed),
-                    str(container.name),
-                )
-
-        self._undo.add(number, put_back)
-        call_engine(lambda: network.disconnect(container, force=True), str(container.name))
-
-    def _give_network(self, number: int, aliases: dict[str, list[str]]) -> None:
-        name = f"{self._fleet.project}-chaos-{number}"
-        network = call_engine(lambda: self._client.networks.create(name, internal=True), name)
-        self._undo.add(number, lambda: self._drop_network(network))
-        for member, names in aliases.items():
-            container = self._fleet.container(member)
-            call_engine(
-                lambda container=container, names=names: network.connect(container, aliases=names),
-                member,
-            )
-
-    @staticmethod
-    def _drop_network(network: Network) -> None:
-        call_engine(network.reload, str(network.name))
-        for container in network.containers:
-            call_engine(
-                lambda container=container: network.disconnect(container, force=True),
-                str(network.name),
-            )
-        call_engine(network.remove, str(network.name))
-
-
-def _networks(container: Container) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = container.attrs["NetworkSettings"]["Networks"]
-    return found
 
 
 def with_names(sample: Sample, ids: dict[str, str]) -> Sample:

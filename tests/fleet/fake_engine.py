@@ -6,6 +6,7 @@ import io
 import signal
 import tarfile
 from collections.abc import Iterator, Sequence
+from copy import copy, deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from docker.errors import APIError, NotFound
 
 from decoupled_diloco.errors import DilocoError, Reason
 from diloco_fleet.chaos.docker_host import Host
+from diloco_fleet.chaos.docker_links import Link, LinkedContainer
+from diloco_fleet.chaos.scenario import Fault
 
 PROJECT = "test"
 
@@ -42,13 +45,16 @@ class FakeContainer:
         self.files = files or {}
         self.executed: list[list[str]] = []
         self.exit_code = 0
+        self.output = b"what it said"
         self._engine = engine
         self.attrs: dict[str, Any] = {
             "State": {"Pid": engine.next_pid()},
             "Args": list(args),
             "Config": {"Env": ["DILOCO_STORE=/store"]},
             "Mounts": [{"Type": "volume", "Destination": "/store"}],
-            "HostConfig": {},
+            "HostConfig": {"RestartPolicy": {"Name": "unless-stopped"}},
+            "RestartCount": 0,
+            "Created": "2026-01-01T00:00:00Z",
             "NetworkSettings": {
                 "Ports": {"50051/tcp": [{"HostIp": "127.0.0.1", "HostPort": str(50000 + number)}]},
                 "Networks": {name: {"Aliases": [service]} for name in networks},
@@ -83,7 +89,7 @@ class FakeContainer:
 
     def exec_run(self, command: list[str]) -> Any:
         self.executed.append(command)
-        return SimpleNamespace(exit_code=self.exit_code, output=b"what it said")
+        return SimpleNamespace(exit_code=self.exit_code, output=self.output)
 
     def get_archive(self, path: str) -> tuple[Iterator[bytes], dict[str, Any]]:
         found = {name: text for name, text in self.files.items() if name.startswith(path)}
@@ -106,27 +112,30 @@ class FakeNetwork:
         self._engine = engine
         self.stuck = False
 
-    @property
-    def containers(self) -> list[FakeContainer]:
-        return [x for x in self._engine.all if self.name in x.networks]
-
-    def reload(self) -> None:
-        assert self in self._engine.made
-
     def connect(
-        self, container: FakeContainer, aliases: Sequence[str] = (), ipv4_address: str | None = None
+        self,
+        container: FakeContainer,
+        *,
+        aliases: Sequence[str] = (),
+        ipv4_address: str | None = None,
+        ipv6_address: str | None = None,
+        driver_opt: dict[str, str] | None = None,
     ) -> None:
         if self.stuck:
             raise APIError("stuck", explanation="the network is stuck")
-        container.networks[self.name] = {"Aliases": list(aliases), "IPAMConfig": None}
-        assert ipv4_address is None
+        fixed = {"IPv4Address": ipv4_address, "IPv6Address": ipv6_address}
+        container.networks[self.name] = {
+            "Aliases": list(aliases),
+            "IPAMConfig": {key: value for key, value in fixed.items() if value} or None,
+            "DriverOpts": driver_opt,
+        }
 
     def disconnect(self, container: FakeContainer, *, force: bool) -> None:
         assert force
         del container.networks[self.name]
 
     def remove(self) -> None:
-        assert not self.containers
+        assert not [x for x in self._engine.all if self.name in x.networks]
         self._engine.made.remove(self)
 
 
@@ -169,12 +178,24 @@ class FakeEngine:
     def network(self, name: str) -> FakeNetwork:
         return self._networks[name]
 
+    def make_anew(self, service: str) -> FakeContainer:
+        """Compose makes a container anew: another id, the same place."""
+        old = self.by_service(service)
+        new = copy(old)
+        new.id, new.status = f"{old.id}-anew", "running"
+        new.attrs = deepcopy(old.attrs)
+        new.attrs |= {"State": {"Pid": self.next_pid()}, "RestartCount": 0}
+        new.attrs["Created"] = "2026-01-02T00:00:00Z"
+        self.all[self.all.index(old)] = new
+        return new
+
     def _list(
-        self, *, filters: dict[str, str], all: bool = False, sparse: bool = False
+        self, *, filters: dict[str, str], all: bool, ignore_removed: bool
     ) -> list[FakeContainer]:
+        assert all
+        assert ignore_removed
         project = filters["label"].partition("=")[2]
-        found = [x for x in self.all if x.labels["com.docker.compose.project"] == project]
-        return [x for x in found if all or x.status != "exited"]
+        return [x for x in self.all if x.labels["com.docker.compose.project"] == project]
 
     def _get(self, name: str) -> FakeNetwork:
         return self._networks[name]
@@ -190,20 +211,36 @@ class FakeHost(Host):
 
     Attributes:
         why_not: what it answers where it is asked whether it can.
+        without: disciplines that its kernel lacks.
         shaped: devices that are shaped, each with how.
+        failing: devices that cannot be shaped.
+        elsewhere: whether the containers run on another machine.
     """
 
     def __init__(self, engine: FakeEngine) -> None:
         self._engine = engine
         self.why_not = ""
+        self.without: set[str] = set()
         self.shaped: dict[str, str] = {}
+        self.failing: set[str] = set()
+        self.elsewhere = False
         self.signals: list[tuple[str, signal.Signals]] = []
 
     def refusal(self, *probe: str) -> str:
-        return self.why_not
+        lacking = self.without & set(probe[:1])
+        return self.why_not or "".join(f"the kernel of the host has no {x}" for x in lacking)
 
-    def signal(self, pid: int, number: signal.Signals) -> None:
-        [container] = [x for x in self._engine.all if x.attrs["State"]["Pid"] == pid]
+    def owns(self, pid: int, container_id: str) -> bool:
+        if self.elsewhere:
+            return False
+        return (pid, container_id) in {(x.attrs["State"]["Pid"], x.id) for x in self._engine.all}
+
+    def shares_network(self, pid: int) -> bool:
+        return False
+
+    def signal(self, pid: int, container_id: str, number: signal.Signals) -> None:
+        assert self.owns(pid, container_id)
+        [container] = [x for x in self._engine.all if x.id == container_id]
         self.signals.append((container.id, number))
         container.start()
 
@@ -215,8 +252,35 @@ class FakeHost(Host):
         if pid and pid not in {x.attrs["State"]["Pid"] for x in self._engine.all}:
             raise DilocoError(Reason.FAULT_IMPOSSIBLE, f"nsenter: no process {pid}")
         device = command[command.index("dev") + 1]
-        if "replace" in command:
+        if "add" in command:
+            if device in self.failing:
+                raise DilocoError(Reason.FAULT_IMPOSSIBLE, f"tc: {device} says no")
             self.shaped[device] = " ".join(command[command.index("root") + 1 :])
         elif "del" in command:
             del self.shaped[device]
+        elif "show" in command:
+            how = self.shaped.get(device)
+            return f"qdisc {how.split()[0]} 8001: root\n" if how else "qdisc noqueue 0: root\n"
         return ""
+
+
+class FakeHold:
+    """Holds packets: a note among what is shaped."""
+
+    def __init__(
+        self, host: Host, container: LinkedContainer, links: Sequence[Link], fault: Fault
+    ) -> None:
+        assert isinstance(host, FakeHost)
+        self.problem = ""
+        self._shaped, self._container, self._fault = host.shaped, container, fault
+        self._links = links
+
+    def begin(self) -> None:
+        figure = self._fault.delay_s if self._fault.share is None else self._fault.share
+        protocols = "46" if self._container.ipv6 else "4"
+        for link in self._links:
+            self._shaped[link.outside] = f"{self._fault.fault} {figure} IPv{protocols}"
+
+    def end(self) -> None:
+        for link in self._links:
+            self._shaped.pop(link.outside, None)
