@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from decoupled_diloco.errors import DilocoError, Reason
-from diloco_fleet.chaos.conductor import Begin
+from diloco_fleet.chaos.conductor import Arm, Begin
 from diloco_fleet.chaos.docker_injector import DockerInjector
-from diloco_fleet.chaos.process_faults import ProcessFaults
+from diloco_fleet.chaos.point_faults import PointFaults
+from diloco_fleet.chaos.process_faults import ProcessFaults, no_such_fault_because
 from diloco_fleet.chaos.proxy import Cut
-from diloco_fleet.chaos.scenario import Fault, FaultKind
+from diloco_fleet.chaos.scenario import Fault, FaultKind, Hypothesis, Scenario
+from diloco_fleet.chaos.schedule import draw_schedule
+from diloco_fleet.chaos.undo import Undo
 from diloco_fleet.chaos.wiring import Wiring
 from diloco_fleet.plan import Plan
 from diloco_fleet.process import ProcessSpec
@@ -114,8 +119,8 @@ class Processes(Bench):
         self.files = RunFiles(folder)
         self.popens = {name: subprocess.Popen(["sleep", "600"]) for name in names}
         self.proxies = FakeProxies()
-        wiring = self._wiring()
-        self.hands = ProcessFaults(self, wiring, None, "")
+        self.wiring = self._wiring()
+        self.hands = ProcessFaults(self, self.wiring, None, "")
 
     def _wiring(self) -> Wiring:
         addresses = ("127.0.0.1:7001", "127.0.0.1:7002")
@@ -268,6 +273,25 @@ def test_who_is_not_there_cannot_be_struck(bench: Bench) -> None:
     assert "learner-1" in caught.value.message
 
 
+def test_an_undoing_that_fails_stops_no_other_and_is_tried_again() -> None:
+    """Whatever it raises: nobody foresees every way in which an engine or a disk may fail."""
+    undo, left, done = Undo(), {"b"}, []
+
+    def undoing(name: str) -> None:
+        if name in left:
+            raise RuntimeError(name)
+        done.append(name)
+
+    for number, name in enumerate("abc"):
+        undo.add(number % 2, partial(undoing, name))
+    unhealed = undo.heal_all()
+    assert (done, len(unhealed)) == (["c", "a"], 1)
+    assert "RuntimeError: b" in unhealed[0]
+    left.clear()
+    assert undo.heal_all() == []
+    assert done == ["c", "a", "b"]
+
+
 # -- processes ------------------------------------------------------------------------------------
 
 
@@ -281,6 +305,81 @@ def test_a_partition_cuts_no_link_within_a_group(tmp_path: Path) -> None:
             "learner-2 to synchronizer-1", "synchronizer-0 to synchronizer-1",
             "synchronizer-1 to synchronizer-0", "synchronizer-1 to redis",
         }  # fmt: skip
+    finally:
+        bench.close()
+
+
+def test_a_partition_that_would_cut_no_link_is_no_fault(tmp_path: Path) -> None:
+    """Learners have no link among themselves: nothing would happen, and pass."""
+    apart = Fault(
+        fault=FaultKind.PARTITION, between=("learner-0", "every learner"), duration_s=5.0, **AT
+    )
+    assert "no link" in no_such_fault_because(apart, attached=False)
+    assert no_such_fault_because(CUT, attached=False) == ""
+    bench = Processes(tmp_path)
+    try:
+        with pytest.raises(DilocoError, match="no link"):
+            bench.hands.begin(Begin(number=0, fault=CUT, groups=(("learner-0",), ("redis",))))
+        assert bench.hands.heal_all() == []
+    finally:
+        bench.close()
+
+
+def test_who_is_frozen_is_let_go_on_though_its_fleet_is_known_no_more(tmp_path: Path) -> None:
+    """The file of a fleet that was attached to may be gone by then; its processes are not."""
+    bench = Processes(tmp_path)
+    try:
+        bench.strike(0, FREEZE)
+        until(lambda: "learner-1" in bench.disturbed(), "it is frozen")
+        everybody = bench.pids
+        bench.pids = dict  # type: ignore[method-assign, assignment]
+        bench.hands.heal(0)
+        bench.pids = everybody  # type: ignore[method-assign]
+        until(lambda: not bench.disturbed(), "it goes on")
+    finally:
+        bench.close()
+
+
+def test_healing_one_who_stopped_itself_leaves_another_one_alone(tmp_path: Path) -> None:
+    """And is done also where it got to its point just before it was disarmed."""
+    stop = Fault(fault=FaultKind.FREEZE, who="random learner", on="mid_push", duration_s=5.0)
+    chosen = Scenario(
+        name="x", about="", duration_s=9.0, faults=(stop, stop), steady=Hypothesis(expired=0)
+    )
+    points = PointFaults(tmp_path / "faults", chosen, draw_schedule(chosen, 0))
+    points.environment()
+    bench = Processes(tmp_path)
+    bench.hands = ProcessFaults(bench, bench.wiring, points, "")
+    log = tmp_path / "faults" / "faults.jsonl"
+    try:
+        for number in (0, 1):
+            bench.hands.arm(Arm(number=number, fault=stop, process=f"learner-{number}"))
+        bench.hands.heal(0)
+        assert [x.name for x in log.parent.glob("arm-*")] == ["arm-1"]
+        with log.open("a") as file:
+            for number in (0, 1):
+                os.kill(bench.popens[f"learner-{number}"].pid, signal.SIGSTOP)
+                file.write(json.dumps({"name": str(number), "process": f"learner-{number}"}) + "\n")
+        until(lambda: bench.disturbed() == {"learner-0", "learner-1"}, "both stopped themselves")
+        bench.hands.heal(0)
+        until(lambda: bench.disturbed() == {"learner-1"}, "one goes on")
+        assert bench.hands.heal_all() == []
+        until(lambda: not bench.disturbed(), "both do")
+    finally:
+        bench.close()
+
+
+def test_a_link_that_cannot_be_healed_is_tried_again(tmp_path: Path) -> None:
+    bench = Processes(tmp_path)
+    try:
+        bench.strike(0, SLOW)
+        link = next(x for x in bench.proxies.links if x.state)
+        heal, link.heal = link.heal, lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        with pytest.raises(DilocoError, match="not healed: ZeroDivisionError"):
+            bench.hands.heal(0)
+        link.heal = heal  # type: ignore[method-assign]
+        assert bench.hands.heal_all() == []
+        assert not bench.disturbed()
     finally:
         bench.close()
 
