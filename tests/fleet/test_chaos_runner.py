@@ -14,11 +14,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from decoupled_diloco.errors import Reason, UsageError
+from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from diloco_fleet.chaos.injector import refuse_impossible
 from diloco_fleet.chaos.judge import Verdict
 from diloco_fleet.chaos.result import Result
 from diloco_fleet.chaos.runner import Interruption, World, run_scenario
+from diloco_fleet.chaos.sample import Sample
 from diloco_fleet.chaos.scenario import Fault, FaultKind, Hypothesis, Scenario
 from diloco_fleet.chaos.schedule import draw_schedule
 from diloco_fleet.cli import main
@@ -52,7 +53,12 @@ def run(
         on_line(line, interruption)
 
     chosen = scenario(*faults)
-    world = World(say=say, sleep=injector.world.sleep, interruption=interruption)
+    world = World(
+        say=say,
+        wall=injector.world.now,
+        sleep=injector.world.sleep,
+        interruption=interruption,
+    )
     result, _ = run_scenario(chosen, draw_schedule(chosen, 0), injector, world, seed=0)
     return result, said
 
@@ -128,6 +134,46 @@ def test_what_cannot_be_healed_is_said_and_never_passes(injector: WorldInjector)
     assert any("not healed: strike 0" in line for line in said)
 
 
+def test_a_fleet_that_wrote_nothing_does_not_pass(injector: WorldInjector) -> None:
+    injector.written = [RunMetrics()] * 99
+    result, _ = run(injector, KILL)
+    assert result.verdict is Verdict.FAILED
+    assert {check.name for check in result.checks if not check.holds} == {"rounds", "tokens"}
+
+
+def test_a_scenario_of_which_nothing_happened_does_not_pass(injector: WorldInjector) -> None:
+    """Chance drew strikes, and there was nobody to strike: that breaks nothing, and shows none."""
+    nobody = Fault(fault=FaultKind.KILL, who="random learner", mtbf_s=5.0, spare=3)
+    result, _ = run(injector, nobody)
+    assert result.verdict is Verdict.FAILED
+    assert [check.name for check in result.checks if not check.holds] == ["strikes"]
+
+
+def test_a_fleet_that_nobody_can_look_at_any_more_ends_as_aborted(injector: WorldInjector) -> None:
+    def gone() -> Sample:
+        raise DilocoError(Reason.ENGINE_UNAVAILABLE, "the engine does not answer")
+
+    def blind(line: str, _: Interruption) -> None:
+        if "freeze learner-1" in line:
+            injector.look = gone  # type: ignore[method-assign]
+
+    result, _ = run(injector, FREEZE, on_line=blind)
+    assert result.verdict is Verdict.ABORTED
+    assert "the engine does not answer" in result.stopped
+    assert not injector.open
+
+
+def test_a_fleet_that_cannot_settle_has_a_result_that_says_so(injector: WorldInjector) -> None:
+    def settle() -> None:
+        raise DilocoError(Reason.STORAGE_FAILED, "the disk is gone")
+
+    injector.settle = settle  # type: ignore[method-assign]
+    result, said = run(injector, KILL)
+    assert result.verdict is Verdict.FAILED
+    assert result.unreadable == ("the disk is gone",)
+    assert "the disk is gone" in said
+
+
 def test_what_cannot_be_done_is_refused_before_anything_begins(injector: WorldInjector) -> None:
     lost = Fault(fault=FaultKind.LOSS, who="learner-1", share=0.1, at_s=(2.0,), duration_s=5.0)
     with pytest.raises(UsageError, match="cannot do it: a world loses no packets") as caught:
@@ -162,6 +208,7 @@ def at_world(monkeypatch: pytest.MonkeyPatch, injector: WorldInjector) -> WorldI
     def make_world(interruption: Interruption) -> World:
         return World(
             say=click.echo,
+            wall=injector.world.now,
             sleep=injector.world.sleep,
             interruption=interruption,
         )
@@ -186,9 +233,9 @@ def test_the_command_writes_the_result_and_its_exit_code_is_the_verdict(
     assert code == 0, output
     assert {path.name for path in out.iterdir()} == {"chaos.json", "chaos.md", "chaos.png"}
     assert json.loads((out / "chaos.json").read_text())["verdict"] == "passed"
-    file.write_text(GOOD.replace("expired = 0", "participation = 0.5"))
+    file.write_text(GOOD.replace("expired = 0", "participation = 1.0"))
     code, output = invoke("run", str(file), "--out", str(out))
-    assert code == 1, "a figure that cannot be told does not hold"
+    assert code == 1, output
     assert "BROKEN  participation" in output
 
 
@@ -209,6 +256,71 @@ def test_signals_end_the_command_as_interrupted(at_world: WorldInjector, tmp_pat
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_of_several_one_that_fails_does_not_stop_the_others(
+    at_world: WorldInjector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by its verdict nor by an error; the exit code tells of either."""
+    monkeypatch.chdir(tmp_path)
+    Path("good.toml").write_text(GOOD)
+    Path("bad.toml").write_text(GOOD.replace("expired = 0", "participation = 1.0"))
+    code, output = invoke("run", "bad.toml", "good.toml", "good.toml")
+    assert code == 1
+    assert output.splitlines()[-3:] == ["bad: failed", "good: passed", "good: passed"]
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+    enter = WorldInjector.__enter__
+    lives = iter([DilocoError(Reason.STORAGE_FAILED, "no disk"), None])
+
+    def entered(self: WorldInjector) -> WorldInjector:
+        if (error := next(lives)) is not None:
+            raise error
+        return enter(self)
+
+    monkeypatch.setattr(WorldInjector, "__enter__", entered)
+    code, output = invoke("run", "bad.toml", "good.toml")
+    assert code == 1
+    assert output.splitlines()[-2:] == ["bad: STORAGE_FAILED", "good: passed"]
+
+
+def test_nothing_begins_where_one_of_several_is_refused(
+    at_world: WorldInjector, tmp_path: Path
+) -> None:
+    good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
+    good.write_text(GOOD)
+    bad.write_text(GOOD.replace("learner-1", "learner-9"))
+    with pytest.raises(UsageError, match="no learner-9"):
+        invoke("run", str(good), str(bad))
+    assert set(at_world.done) <= {"heal all"}
+
+
+def test_a_seed_that_draws_no_strike_is_refused(at_world: WorldInjector, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD.replace("at_s = [2]", "mtbf_s = 1e5"))
+    with pytest.raises(UsageError, match="seed 3 draws no strike within 30 s"):
+        invoke("run", str(file), "--seed", "3")
+
+
+def test_a_terminal_that_is_closed_ends_nothing_half_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at_world: WorldInjector
+) -> None:
+    file, out = tmp_path / "mine.toml", tmp_path / "out"
+    file.write_text(GOOD)
+
+    def echo(_: str) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(chaos.click, "echo", echo)
+    monkeypatch.setattr(
+        chaos,
+        "_make_world",
+        lambda x: World(
+            say=chaos._say, wall=at_world.world.now, sleep=at_world.world.sleep, interruption=x
+        ),
+    )
+    code, _ = invoke("run", str(file), "--out", str(out))
+    assert code == 0
+    assert json.loads((out / "chaos.json").read_text())["verdict"] == "passed"
+
+
 def test_all_scenarios_are_known_by_one_word(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--out takes the result of one scenario"):
         invoke("run", "all", "--out", str(tmp_path))
@@ -222,6 +334,7 @@ def test_all_scenarios_are_known_by_one_word(tmp_path: Path) -> None:
         (["run", "learner-kill", "--attach", "x", "--injector", "docker"], ["--attach"]),
         (["run"], ["SCENARIO"]),
         (["run", "learner-kill", "--out", "."], ["already exists", "--out"]),
+        (["run", "learner-kill", "--out", "/dev/null"], ["no folder", "--out"]),
     ],
 )
 def test_mistakes_are_one_line_with_exit_code_64(
