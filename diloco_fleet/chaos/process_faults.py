@@ -15,6 +15,7 @@ from redis import Redis, RedisError
 from decoupled_diloco.errors import DilocoError, Reason
 from diloco_fleet.chaos import disks
 from diloco_fleet.chaos.conductor import Arm, Begin
+from diloco_fleet.chaos.frozen import Frozen
 from diloco_fleet.chaos.point_faults import PointFaults
 from diloco_fleet.chaos.proxy import Cut, Link
 from diloco_fleet.chaos.scenario import Fault, FaultKind
@@ -202,9 +203,7 @@ class ProcessFaults:
     def _freeze(self, number: int, name: str) -> None:
         """Stops a process; who it was is kept, whatever becomes of its fleet meanwhile."""
         with self._open(name) as process:
-            kept = os.dup(process)
-            self._undo.add(number, lambda: _thaw(kept))
-            signal.pidfd_send_signal(process, signal.SIGSTOP)
+            self._undo.add(number, Frozen(process).thaw)
 
     def _thaw_at_points(self, number: int | None) -> None:
         """Lets go on who stopped itself at a point, also after it was healed."""
@@ -235,10 +234,3 @@ def _apply(fault: Fault, link: Link) -> None:
         link.delay(fault.delay_s)
     elif fault.mbit_per_s is not None:
         link.limit(fault.mbit_per_s * _BYTES_PER_MBIT)
-
-
-def _thaw(process: int) -> None:
-    # Who has died meanwhile is frozen no more.
-    with suppress(ProcessLookupError):
-        signal.pidfd_send_signal(process, signal.SIGCONT)
-    os.close(process)
