@@ -180,7 +180,8 @@ def main(  # noqa: PLR0917 - click gives them by name
         interruption.why = signal.Signals(number).name
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
     shape = {"learners": learners, "pace": pace}
     with tempfile.TemporaryDirectory(prefix="proof-storm-") as folder:
         root = (keep or Path(folder)).resolve()

@@ -341,7 +341,7 @@ class Conductor:
                 continue
             if learner.state == "gone":
                 self.expired.add(name)
-            if learner.state == "live":
+            if learner.state in {"live", "disconnected"}:
                 self.longest_silence_s = max(self.longest_silence_s, learner.silent_s)
 
     def _settle(self) -> None:

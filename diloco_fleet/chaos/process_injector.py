@@ -11,7 +11,7 @@ import signal
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -32,6 +32,7 @@ from diloco_fleet.chaos.schedule import Strike
 from diloco_fleet.chaos.skew import with_true_times
 from diloco_fleet.chaos.watch import Watch, make_sample
 from diloco_fleet.fleet_settings import resolve
+from diloco_fleet.local import Phase
 from diloco_fleet.metrics import (
     EVALUATOR,
     SYNCHRONIZER,
@@ -231,7 +232,12 @@ class RunningFleet:
     @property
     def ended(self) -> str:
         """Why the fleet has ended; empty while it is at work."""
-        return "" if is_running(self.files) else "its `diloco run` has ended"
+        if not is_running(self.files):
+            return "its `diloco run` has ended"
+        with suppress(UsageError):
+            state = read_fleet(self.files.fleet).state
+            return "" if state == Phase.RUNNING else f"its `diloco run` is {state}"
+        return "its run directory is gone"
 
     def pids(self) -> dict[str, int | None]:
         """Every process by name, with its pid while it runs."""

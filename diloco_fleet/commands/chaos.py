@@ -177,11 +177,12 @@ def _run(experiment: _Experiment, world: World) -> Result:
         result, metrics = run_scenario(
             scenario, experiment.schedule, hands, world, seed=experiment.seed
         )
-    for line in summary_lines(result):
-        world.say(line)
-    write_result(folder, result)
-    write_timeline(folder, result, metrics)
-    world.say(f"result: {folder}")
+        # Before leaving: what fails then takes no result with it.
+        for line in summary_lines(result):
+            world.say(line)
+        write_result(folder, result)
+        write_timeline(folder, result, metrics)
+        world.say(f"result: {folder}")
     return result
 
 
@@ -236,7 +237,9 @@ def _interruptible() -> Iterator[Interruption]:
         interruption.why = signal.Signals(number).name
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, stop) for number in numbers}
+    # What is ignored stays so: that is what nohup is for.
+    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heeded}
     try:
         yield interruption
     finally:

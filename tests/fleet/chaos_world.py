@@ -36,6 +36,7 @@ class World:
     lives: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEARNERS, 1))
     accepted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEARNERS, 0))
     states: dict[str, str] = field(default_factory=dict)
+    silent_s: dict[str, float] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
     struck: dict[int, str] = field(default_factory=dict)
     ended: str = ""
@@ -83,7 +84,7 @@ class World:
                 incarnation=(1, self.lives[name]),
                 local_step=self.accepted[name],
                 accepted=self.accepted[name],
-                silent_s=0.1,
+                silent_s=self.silent_s.get(name, 0.1),
             )
             for name in LEARNERS
         }

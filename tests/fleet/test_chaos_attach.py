@@ -85,6 +85,13 @@ def test_a_fleet_that_has_ended_is_noticed(files: RunFiles) -> None:
         injector.__exit__()
 
 
+@pytest.mark.parametrize("state", ["finishing", "draining"])
+def test_a_fleet_that_is_about_to_end_is_not_struck_any_more(files: RunFiles, state: str) -> None:
+    with hold_run(files), AttachedInjector(files) as injector:
+        dataclasses.replace(read_fleet(files.fleet), state=state).write(files.fleet)
+        assert state in injector.look().ended
+
+
 def test_a_run_that_is_not_running_is_refused(files: RunFiles) -> None:
     with pytest.raises(UsageError, match="no fleet is running") as caught:
         AttachedInjector(files)

@@ -293,3 +293,16 @@ def test_who_is_cut_off_from_who_leads_may_be_given_up(between: str, expired: se
 
     play(conductor, world, over(conductor), act)
     assert conductor.expired == expired
+
+
+@pytest.mark.parametrize("state", ["live", "disconnected"])
+def test_who_is_silent_without_being_struck_is_measured(state: str) -> None:
+    """Also where its connection broke: that it comes back later makes it no less silent."""
+    world = World()
+    conductor = conducted(world, freeze())
+    play(conductor, world, lambda: conductor.phase is Phase.STRIKING)
+    world.states["learner-2"], world.silent_s = state, {"learner-2": 7.0, "learner-1": 9.0}
+    play(conductor, world, lambda: conductor.records[0].began_s is not None)
+    world.silent_s["learner-1"] = 99.0
+    play(conductor, world, over(conductor))
+    assert conductor.longest_silence_s == pytest.approx(9.0)
