@@ -224,6 +224,8 @@ class Fault:
                 _check_range(where, name, getattr(self, name), low, high)
         if self.offset_s is not None:
             _check_range(where, "offset_s", self.offset_s, -1e9, 1e9)
+            if not self.offset_s:
+                raise _wrong(where, "offset_s is 0, which is no wrong clock")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,9 +355,11 @@ class Scenario:
                 raise _wrong(
                     where, f"{fault.fault} at {late[0]:g} s is after its end, {self.duration_s:g} s"
                 )
-            if fault.mtbf_s is not None and self.duration_s / fault.mtbf_s > _MOST_STRIKES:
-                raise _wrong(
-                    where,
-                    f"{fault.fault} every {fault.mtbf_s:g} s for {self.duration_s:g} s is more "
-                    f"than {_MOST_STRIKES} strikes; give a longer mtbf_s",
-                )
+        by_chance = sum(self.duration_s / x.mtbf_s for x in self.faults if x.mtbf_s is not None)
+        num_strikes = by_chance + sum(len(x.at_s) for x in self.faults)
+        if num_strikes > _MOST_STRIKES:
+            raise _wrong(
+                where,
+                f"about {num_strikes:.0f} strikes; at most {_MOST_STRIKES}: give longer mtbf_s, or "
+                "a shorter duration_s",
+            )

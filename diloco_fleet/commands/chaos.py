@@ -88,6 +88,8 @@ def run_command(
     chaos.md and chaos.png in its folder. Exit code 0 where every verdict is passed, 1 where one is
     not, 64 where one is refused, before any begins, 143 where it was interrupted.
     """
+    if _ALL in scenarios and len(scenarios) > 1:
+        raise UsageError(Reason.CONFIG_CONFLICT, "all is every shipped scenario; give it alone")
     names = list(SHIPPED) if scenarios == (_ALL,) else list(scenarios)
     if attach is not None and injector != "process":
         raise UsageError(Reason.CONFIG_CONFLICT, "--attach goes with --injector process")

@@ -206,6 +206,7 @@ def test_all_scenarios_are_known_by_one_word(tmp_path: Path) -> None:
         (["run", "learner-kill", "--attach", "no-such-run"], ["RUN_NOT_FOUND", "no-such-run"]),
         (["run", "learner-kill", "--attach", "x", "--injector", "docker"], ["--attach"]),
         (["run"], ["SCENARIO"]),
+        (["run", "all", "learner-kill"], ["give it alone"]),
         (["run", "learner-kill", "--out", "."], ["already exists", "--out"]),
         (["run", "learner-kill", "--out", "/dev/null"], ["no folder", "--out"]),
     ],
