@@ -12,8 +12,10 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from matplotlib.figure import Figure
 
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
+from diloco_fleet.chaos import timeline
 from diloco_fleet.chaos.runner import Interruption, World
 from diloco_fleet.cli import main
 from diloco_fleet.commands import chaos
@@ -42,6 +44,8 @@ at_s = [2]
 def at_world(monkeypatch: pytest.MonkeyPatch, injector: WorldInjector) -> WorldInjector:
     """The command works on a world of a few numbers."""
     monkeypatch.setattr(chaos, "_make_injector", lambda *_: injector)
+    # The picture has tests of its own, and takes its time.
+    monkeypatch.setattr(timeline, "draw_timeline", lambda *_: Figure())
 
     def make_world(interruption: Interruption) -> World:
         return World(
