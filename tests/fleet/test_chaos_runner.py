@@ -97,6 +97,22 @@ def test_an_interruption_heals_at_once_and_is_no_verdict(injector: WorldInjector
     assert not injector.open
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["waiting for a steady state", "the fleet is steady", "no more faults", "everything is healed"],
+)
+def test_an_interruption_ends_every_phase(injector: WorldInjector, line: str) -> None:
+    def interrupt(said: str, interruption: Interruption) -> None:
+        if line in said:
+            interruption.why = "SIGHUP"
+
+    result, said = run(injector, FREEZE, on_line=interrupt)
+    assert result.verdict is Verdict.INTERRUPTED
+    assert not injector.open
+    assert injector.done[-3:] == ["heal all", "settle", "metrics"]
+    assert any(line in x for x in said)
+
+
 def test_a_runner_that_fails_half_way_heals_first(injector: WorldInjector) -> None:
     def blind(line: str, _: Interruption) -> None:
         injector.broken = injector.broken or "freeze learner-1" in line
