@@ -3,8 +3,10 @@
 Two fleets of processes, the same settings and seed, an equal speed by --pace. In one of them a
 learner is killed (-9) at random, with a mean of 20 s between two kills, for --seconds. Prints, side
 by side, goodput by the paper's definition (time in inner steps over learners times window),
-participation, measured H and the held-out loss on equal tokens, as many as both have got to; writes
-storm.json beside this file. Exit code 1 if anything is not as promised.
+participation, measured H and the held-out loss on equal tokens, as many as both have got to: those
+that all learners had trained on, what was lost with the killed ones too, when the copy that was
+evaluated was committed. Writes storm.json beside this file. Exit code 1 if anything is not as
+promised.
 
     make proof-storm
     make proof-storm ARGS="--seconds 60 --no-write"
@@ -36,7 +38,7 @@ from diloco_fleet.chaos.runner import Interruption, World, run_scenario
 from diloco_fleet.chaos.scenario import Fault, FaultKind, FleetShape, Hypothesis, Scenario
 from diloco_fleet.chaos.schedule import draw_schedule
 from diloco_fleet.chaos.timeline import write_timeline
-from diloco_fleet.metrics import RunMetrics
+from diloco_fleet.metrics import Evaluation, RunMetrics
 
 HERE = Path(__file__).parent
 LOSS_SHARE = 0.02
@@ -90,16 +92,24 @@ def play(
 
 
 def loss_by_tokens(metrics: RunMetrics) -> list[tuple[float, float]]:
-    """Points of tokens trained by all learners until an evaluation, and its loss."""
+    """Points of tokens trained by all learners until a copy was committed, and its loss.
+
+    How long the evaluator took to get there is its own affair, and differs from fleet to fleet.
+    """
+    committed = {entry.global_step: entry.time for entry in metrics.rounds}
     steps = sorted(
         (step.time, step.num_tokens) for records in metrics.steps.values() for step in records
     )
     times = [time for time, _ in steps]
     totals = [0, *accumulate(tokens for _, tokens in steps)]
-    return [
-        (float(totals[bisect_right(times, entry.time)]), entry.loss)
-        for entry in metrics.evaluations
-    ]
+
+    def trained(evaluation: Evaluation) -> int:
+        if evaluation.global_step == 0:
+            return 0
+        until = committed.get(evaluation.global_step, evaluation.time)
+        return totals[bisect_right(times, until)]
+
+    return [(float(trained(entry)), entry.loss) for entry in metrics.evaluations]
 
 
 def loss_at(points: Sequence[tuple[float, float]], tokens: float) -> float:
@@ -130,6 +140,8 @@ def problems(
     }
     found = [problem for problem, fine in checks.items() if not fine]
     for result in (quiet, storm):
+        if result.verdict is not Verdict.PASSED:
+            found.append(f"{result.scenario.name}: {result.verdict}")
         broken = [f"{x.name}: {x.found} ({x.wanted})" for x in result.checks if not x.holds]
         found += [f"{result.scenario.name}: {what}" for what in (*broken, result.stopped) if what]
     return found
@@ -167,8 +179,9 @@ def main(  # noqa: PLR0917 - click gives them by name
     def stop(number: int, _: object) -> None:
         interruption.why = signal.Signals(number).name
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
     shape = {"learners": learners, "pace": pace}
     with tempfile.TemporaryDirectory(prefix="proof-storm-") as folder:
         root = (keep or Path(folder)).resolve()
@@ -177,6 +190,8 @@ def main(  # noqa: PLR0917 - click gives them by name
         quiet_scenario = scenario("undisturbed", mtbf_s=None, seconds=seconds, **shape)  # type: ignore[arg-type]
         quiet, calm = play(root / "undisturbed", quiet_scenario, seed, interruption)
     curves = {"storm": loss_by_tokens(rough), "undisturbed": loss_by_tokens(calm)}
+    if not all(len(points) > 1 for points in curves.values()):
+        sys.exit("the evaluator has measured nothing that could be compared; take more --seconds")
     # As far as both have got.
     tokens = min(max(x for x, _ in points) for points in curves.values())
     losses = {name: loss_at(points, tokens) for name, points in curves.items()}

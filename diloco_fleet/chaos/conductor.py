@@ -16,7 +16,7 @@ from diloco_fleet.chaos.record import Record
 from diloco_fleet.chaos.sample import Progress, Sample, advance, begin
 from diloco_fleet.chaos.scenario import Fault, FaultKind, Scenario
 from diloco_fleet.chaos.schedule import Strike
-from diloco_fleet.chaos.targets import DONOR, REST, is_learner, resolve_target
+from diloco_fleet.chaos.targets import DONOR, REST, is_learner, resolve_groups, resolve_target
 from diloco_fleet.metrics import is_synchronizer
 
 _REDIS_FAULTS = frozenset({FaultKind.REDIS_LOSS, FaultKind.REDIS_EMPTY})
@@ -63,7 +63,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heal:
-    """End it.
+    """End it; one that was armed and did not happen is not to happen any more.
 
     Attributes:
         number: of the strike.
@@ -106,6 +106,9 @@ class Conductor:
     _started_s: float | None = None
     _settling_s: float = 0.0
     _armed: set[int] = field(default_factory=set)
+    _due: set[int] = field(default_factory=set)
+    _merges_before: int = 0
+    _running_before: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         faults = self.scenario.faults
@@ -128,15 +131,19 @@ class Conductor:
         return {name: count - self._restarts.get(name, 0) for name, count in now.items()}
 
     @property
+    def merges(self) -> int:
+        """How often the global step was seen to rise since the fleet was steady."""
+        return self._seen.merges - self._merges_before if self.progress is not None else 0
+
+    @property
     def crashes(self) -> dict[str, int]:
-        """How often each process was started again though nothing had ended it."""
-        planned = Counter(
-            name
-            for record in self.records
-            if record.began_s is not None and record.fault.at_once and not record.problem
-            for name in record.affected
-        )
-        counts = {name: count - planned[name] for name, count in self.restarts.items()}
+        """How often each process ended though nothing had ended it."""
+        planned = Counter(name for x in self.records if x.ends_lives for name in x.affected)
+        ends = Counter(self.restarts)
+        if self.progress is not None:
+            # Who is not there has not been started again: yet, or for good.
+            ends.update(self._running_before - self._seen.sample.running)
+        counts = {name: count - planned[name] for name, count in ends.items()}
         return {name: count for name, count in counts.items() if count > 0}
 
     def handle(self, sample: Sample) -> list[Action]:
@@ -152,12 +159,14 @@ class Conductor:
         if self.phase in (Phase.STRIKING, Phase.SETTLING):
             self._watch()
         actions: list[Action] = []
-        if self.phase is Phase.STRIKING:
+        if self.phase is Phase.STRIKING and self._now >= self.scenario.duration_s:
+            self.phase, self._settling_s = Phase.SETTLING, self._now
+            actions = self._heal_all()
+        elif self.phase is Phase.STRIKING:
             actions = [*self._heal_due(), *self._strike_due()]
-            if self._now >= self.scenario.duration_s:
-                self.phase, self._settling_s = Phase.SETTLING, self._now
-                actions += self._heal_all()
         elif self.phase is Phase.SETTLING:
+            # Who got to a point of the protocol just before that was disarmed.
+            actions = self._heal_all()
             self._settle()
         return [*actions, *self._abort_if_due()]
 
@@ -191,7 +200,8 @@ class Conductor:
         missing = [name for name in learners if not seen.contributions.get(name)]
         if not missing and seen.merges and (seen.sample.in_sync or not self._has_standby):
             self.phase, self._zero_s = Phase.STRIKING, at_s
-            self._restarts = seen.sample.restarts
+            self._restarts, self._merges_before = seen.sample.restarts, seen.merges
+            self._running_before = seen.sample.running
             return
         assert self._started_s is not None
         if at_s - self._started_s > self.scenario.ready_s:
@@ -213,15 +223,19 @@ class Conductor:
             done = record.began_s is not None or record.problem or strike.number in self._armed
             if done or self._now < strike.at_s:
                 continue
-            if strike.on and not fault.at_point and strike.on not in self._seen.events:
-                continue
+            if strike.on and not fault.at_point:
+                # What has to wait after its event does not need another one.
+                if strike.on in self._seen.events:
+                    self._due.add(strike.number)
+                if strike.number not in self._due:
+                    continue
             found = self._arm(record) if fault.at_point else self._begin(record)
             actions += [] if found is None else [found]
         return actions
 
     def _begin(self, record: Record) -> Begin | None:
         groups = self._groups(record)
-        why = self._held(record.fault, groups)
+        why = self._held(record.fault, record.whom, groups)
         if why:
             record.held = why
             return None
@@ -230,17 +244,18 @@ class Conductor:
 
     def _arm(self, record: Record) -> Arm | None:
         fault = record.fault
-        who = "learner-*" if fault.who == DONOR else self._targets(fault.who, record.strike.pick)[0]
-        if not who:
+        leader, pick = self._seen.sample.leader, record.strike.pick
+        found = resolve_target(fault.who, self._free(), leader, pick)
+        if not found and fault.who != DONOR:
             record.held = f"nobody to strike: {fault.who}"
             return None
         self._armed.add(record.strike.number)
-        return Arm(number=record.strike.number, fault=fault, process=who)
+        process = "learner-*" if fault.who == DONOR else found[0]
+        return Arm(number=record.strike.number, fault=fault, process=process)
 
-    def _targets(self, who: str, pick: float) -> list[str]:
-        """Whom a target means now, among those that are not struck already; one or ``""``."""
-        free = self._seen.sample.running - self._down()
-        return list(resolve_target(who, free, self._seen.sample.leader, pick)) or [""]
+    def _free(self) -> frozenset[str]:
+        """Everybody who runs and is not struck already."""
+        return self._seen.sample.running - self._down()
 
     def _down(self) -> frozenset[str]:
         """Everybody who was struck and is not as before."""
@@ -252,20 +267,17 @@ class Conductor:
         if fault.fault in _REDIS_FAULTS:
             return (("redis",),)
         wanted = fault.groups or ((fault.who,),)
-        groups = [
-            tuple(name for who in group if who != REST for name in self._targets(who, pick) if name)
-            for group in wanted
-        ]
+        groups = resolve_groups(wanted, self._free(), self._seen.sample.leader, pick)
         named = {name for group in groups for name in group}
         return tuple(
             tuple(sorted(self.names - named)) if wanted[index] == (REST,) else group
             for index, group in enumerate(groups)
         )
 
-    def _held(self, fault: Fault, groups: tuple[tuple[str, ...], ...]) -> str:
+    def _held(self, fault: Fault, whom: str, groups: tuple[tuple[str, ...], ...]) -> str:
         """Why a strike has to wait: the promise is about one fault of the leadership at a time."""
         if not all(groups):
-            return f"nobody to strike: {fault.who or ' | '.join(fault.between)}"
+            return f"nobody to strike: {whom}"
         struck = {name for group in groups[:1] for name in group}
         left = self._seen.sample.running - self._down() - struck
         num_left = sum(map(is_learner, left))
@@ -289,7 +301,10 @@ class Conductor:
         return due
 
     def _heal_all(self) -> list[Action]:
-        return [self._heal(record) for record in self._open()]
+        waiting = [number for number in self._armed if self.records[number].began_s is None]
+        self._armed.difference_update(waiting)
+        disarmed: list[Action] = [Heal(number=number) for number in sorted(waiting)]
+        return [*disarmed, *(self._heal(record) for record in self._open())]
 
     def _open(self) -> list[Record]:
         return [record for record in self.records if record.is_open]
@@ -319,15 +334,14 @@ class Conductor:
             name
             for record in self.records
             if record.began_s is not None and record.fault.fault not in gentle
-            for group in record.targets[:1]
-            for name in group
+            for name in record.affected | record.left_alone
         }
         for name, learner in self._seen.sample.learners.items():
             if name in rough:
                 continue
             if learner.state == "gone":
                 self.expired.add(name)
-            if learner.state == "live":
+            if learner.state in {"live", "disconnected"}:
                 self.longest_silence_s = max(self.longest_silence_s, learner.silent_s)
 
     def _settle(self) -> None:

@@ -48,7 +48,7 @@ class Injector(ABC):
 
     @abstractmethod
     def __exit__(self, *_: object) -> None:
-        """Heals everything, and ends what was started."""
+        """Heals everything, and ends what was started; also of one that was never entered."""
 
     @abstractmethod
     def look(self) -> Sample:

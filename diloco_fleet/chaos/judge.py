@@ -125,7 +125,7 @@ def _within(metrics: RunMetrics, begin: float, end: float) -> RunMetrics:
 
 
 def check_all(conductor: Conductor, figures: Figures, sync_interval: int | None) -> list[Check]:
-    """Checks the hypothesis, then every strike.
+    """Checks that there was an experiment at all, the hypothesis, then every strike.
 
     Args:
         conductor: has conducted the scenario to its end.
@@ -148,13 +148,47 @@ def check_all(conductor: Conductor, figures: Figures, sync_interval: int | None)
         "silent_s": conductor.longest_silence_s,
         "crashes": sum(conductor.crashes.values()),
     }
-    checks = check_hypothesis(conductor.scenario.steady, found)
-    return [*checks, *map(check_strike, conductor.records)]
+    scenario = conductor.scenario
+    return [
+        *check_evidence(conductor, figures),
+        *check_hypothesis(scenario.steady, found),
+        *(check_strike(record, scenario.duration_s) for record in conductor.records),
+    ]
+
+
+def check_evidence(conductor: Conductor, figures: Figures) -> list[Check]:
+    """Says whether something was struck, and whether the fleet's metrics tell of that time.
+
+    Without that, a hypothesis holds of nothing. Metrics may miss a few rounds that were seen: a
+    line is lost with the process that was about to write it.
+    """
+    num_records, num_rounds = len(conductor.records), figures.rounds or 0
+    struck = sum(record.happened for record in conductor.records)
+    checks = [
+        Check(
+            name="rounds",
+            wanted=f"metrics tell of at least half of the {conductor.merges} that were seen",
+            found=str(num_rounds),
+            holds=num_rounds > 0 and 2 * num_rounds >= conductor.merges,
+        ),
+        Check(
+            name="tokens",
+            wanted="metrics tell of some",
+            found=str(figures.tokens or 0),
+            holds=bool(figures.tokens),
+        ),
+    ]
+    if conductor.scenario.faults:
+        found = f"{struck} of {num_records}"
+        checks.append(Check(name="strikes", wanted="at least 1", found=found, holds=struck > 0))
+    return checks
 
 
 _AT_LEAST: Final = frozenset({"uptime", "goodput", "participation"})
 _UNITS: Final[Mapping[str, str]] = MappingProxyType({"without_merging_s": " s", "silent_s": " s"})
 _ROUNDING: Final = 1e-9
+_LEAST_SHARE: Final = 0.5
+"""Of a fault that lasts: less than that was no such fault."""
 
 
 def check_hypothesis(steady: Hypothesis, found: Mapping[str, float | None]) -> list[Check]:
@@ -173,10 +207,14 @@ def check_hypothesis(steady: Hypothesis, found: Mapping[str, float | None]) -> l
     return checks
 
 
-def check_strike(record: Record) -> Check:
+def check_strike(record: Record, end_s: float) -> Check:
     """Says whether a strike happened, and the fleet was as before within its bound.
 
     One that chance drew and that found nobody to strike breaks nothing.
+
+    Args:
+        record: what became of it.
+        end_s: when whatever lasts was to be healed, seconds since the fleet was steady.
     """
     name = f"{record.fault.fault} {record.strike.number}"
     bound_s = record.fault.recovery_s
@@ -187,10 +225,27 @@ def check_strike(record: Record) -> Check:
         why = record.held or (f"no {record.strike.on}" if record.strike.on else "it ended before")
         by_chance = record.fault.mtbf_s is not None
         return Check(name=name, wanted="happens", found=f"did not: {why}", holds=by_chance)
+    short = _cut_short(record, end_s)
+    if short:
+        return Check(name=name, wanted="lasts", found=short, holds=False)
     recovery_s = record.recovery_s
     if recovery_s is None:
         return Check(name=name, wanted=wanted, found="is not as before", holds=False)
     return Check(name=name, wanted=wanted, found=f"{recovery_s:.1f} s", holds=recovery_s <= bound_s)
+
+
+def _cut_short(record: Record, end_s: float) -> str:
+    """Says how a strike was held up until little of it was left before the end, if it was."""
+    fault = record.fault
+    if not fault.at_s or fault.duration_s is None or None in (record.began_s, record.healed_s):
+        return ""
+    assert record.began_s is not None, "see above"
+    assert record.healed_s is not None, "see above"
+    lasted_s = record.healed_s - record.began_s
+    planned_s = min(fault.duration_s, end_s - record.strike.at_s)
+    if lasted_s >= _LEAST_SHARE * planned_s:
+        return ""
+    return f"{lasted_s:.1f} s of {planned_s:.1f} s: {record.held or 'it was healed early'}"
 
 
 def decide(checks: Sequence[Check], *, stopped: str, interrupted: bool) -> Verdict:

@@ -56,14 +56,19 @@ def resolve_shape(shape: FleetShape, run_id: str, environ: Mapping[str, str]) ->
                 f"[fleet.{section}]: {name} is the scenario's own; see learners and standby",
             )
     text = "\n".join(
-        f"[{section}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in values.items())
+        f"[{section}]\n" + "".join(f"{toml_value(k)} = {_toml(v)}\n" for k, v in values.items())
         for section, values in shape.settings.items()
         if section in SECTIONS
     )
     with tempfile.TemporaryDirectory(prefix="diloco-chaos-") as folder:
         file = Path(folder) / "scenario.toml"
         file.write_text(text, encoding="utf-8")
-        return resolve(flags, environ, file, default_run_id=run_id)
+        try:
+            return resolve(flags, environ, file, default_run_id=run_id)
+        except UsageError as error:
+            # Nobody knows that file, which is gone when this is read.
+            message = error.message.replace(str(file), "[fleet] of the scenario")
+            raise UsageError(error.reason, message) from error
 
 
 def _toml(value: object) -> str:

@@ -85,10 +85,9 @@ class PointFaults:
         """Lets a strike happen from now on to a process whose name fits a pattern."""
         _replace(self._folder / f"arm-{number}", process)
 
-    def disarm_all(self) -> None:
-        """Lets nothing more happen."""
-        for path in self._folder.glob("arm-*"):
-            path.unlink(missing_ok=True)
+    def disarm(self, number: int) -> None:
+        """Lets a strike happen no more."""
+        (self._folder / f"arm-{number}").unlink(missing_ok=True)
 
     def struck(self) -> dict[int, str]:
         """Which strikes have happened, and to whom."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -14,9 +15,11 @@ from redis import Redis, RedisError
 from decoupled_diloco.errors import DilocoError, Reason
 from diloco_fleet.chaos import disks
 from diloco_fleet.chaos.conductor import Arm, Begin
+from diloco_fleet.chaos.frozen import Frozen
 from diloco_fleet.chaos.point_faults import PointFaults
 from diloco_fleet.chaos.proxy import Cut, Link
 from diloco_fleet.chaos.scenario import Fault, FaultKind
+from diloco_fleet.chaos.targets import REST, speaks_of_synchronizers
 from diloco_fleet.chaos.undo import Undo
 from diloco_fleet.chaos.wiring import Wiring
 from diloco_fleet.run_files import RunFiles
@@ -27,6 +30,7 @@ _REDIS_S: Final = 5.0
 _ON_LINKS: Final = frozenset(
     {FaultKind.PARTITION, FaultKind.LATENCY, FaultKind.BANDWIDTH, FaultKind.REDIS_LOSS}
 )
+_NO_LINK: Final = "no link leads from one group to the other, so that nothing would be cut"
 _SIGNALS: Final = {FaultKind.KILL: signal.SIGKILL, FaultKind.RESTART: signal.SIGTERM}
 
 
@@ -61,6 +65,11 @@ def no_such_fault_because(fault: Fault, *, attached: bool) -> str:
         if attached:
             return "the store of a running fleet has no small disk; let it start its own fleet"
         return disks.no_disk_because()
+    if fault.fault is FaultKind.PARTITION and not attached:
+        named = [target for group in fault.groups for target in group]
+        # Every link has a synchronizer at one end.
+        if not any(x == REST or speaks_of_synchronizers(x) for x in named):
+            return _NO_LINK
     if attached and fault.fault in _ON_LINKS:
         return "the links of a running fleet are direct; let it start its own fleet"
     if attached and (fault.at_point or fault.fault is FaultKind.CLOCK_SKEW):
@@ -68,8 +77,12 @@ def no_such_fault_because(fault: Fault, *, attached: bool) -> str:
     return ""
 
 
-def send_signal(pid: int, parent_pid: int, number: signal.Signals) -> None:
-    """Sends a signal to a child of a process and to nobody else, whatever became of the pid.
+@contextmanager
+def open_child(pid: int, parent_pid: int) -> Iterator[int]:
+    """Opens a child of a process, and nobody else, whatever became of the pid.
+
+    Yields:
+        A descriptor: signals sent by it never get to another process.
 
     Raises:
         ProcessLookupError: it is gone, or is another's.
@@ -80,7 +93,7 @@ def send_signal(pid: int, parent_pid: int, number: signal.Signals) -> None:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         if int(stat.rpartition(")")[2].split()[1]) != parent_pid:
             raise ProcessLookupError(pid)
-        signal.pidfd_send_signal(descriptor, number)
+        yield descriptor
     except FileNotFoundError as error:
         raise ProcessLookupError(pid) from error
     finally:
@@ -116,25 +129,23 @@ class ProcessFaults:
         names = [name for group in action.groups for name in group]
         if fault.fault in _SIGNALS:
             for name in names:
-                self._signal(name, _SIGNALS[fault.fault])
+                with self._open(name) as process:
+                    signal.pidfd_send_signal(process, _SIGNALS[fault.fault])
         elif fault.fault is FaultKind.FREEZE:
-            self._undo.add(number, lambda: self._thaw(names))
             for name in names:
-                self._signal(name, signal.SIGSTOP)
+                self._freeze(number, name)
         elif fault.fault is FaultKind.REDIS_EMPTY:
             self._empty_redis()
         elif fault.fault is FaultKind.DISK_FULL:
-            folders = [self._store_of(name) for name in names]
-            self._undo.add(number, lambda: _each(disks.make_room, folders))
-            for folder in folders:
+            for folder in map(self._store_of, names):
+                self._undo.add(number, partial(disks.make_room, folder))
                 disks.fill(folder)
         elif fault.fault is FaultKind.CLOCK_SKEW:
             assert self._points is not None, "refused else"
             assert fault.offset_s is not None, "checked"
-            points, offset_s = self._points, fault.offset_s
-            self._undo.add(number, lambda: _each(points.set_clock_right, names))
             for name in names:
-                points.set_clock_wrong(name, offset_s)
+                self._undo.add(number, partial(self._points.set_clock_right, name))
+                self._points.set_clock_wrong(name, fault.offset_s)
         else:
             self._disturb(action)
 
@@ -145,6 +156,8 @@ class ProcessFaults:
         if fault.fault is FaultKind.PARTITION:
             one, other = action.groups
             links = [link for a in one for b in other for link, _ in wiring.between(a, b)]
+            if not links:
+                raise DilocoError(Reason.FAULT_IMPOSSIBLE, _NO_LINK)
             wiring.disturb(action.number, links, lambda link: link.cut(Cut.BLACKHOLE))
             return
         for name in action.groups[0]:
@@ -153,30 +166,31 @@ class ProcessFaults:
     def arm(self, action: Arm) -> None:
         """Lets who gets to a point strike itself; see `Injector.arm`."""
         assert self._points is not None, "refused else"
-        points, number = self._points, action.number
-        points.arm(number, action.process)
-        if action.fault.fault is FaultKind.FREEZE:
-            self._undo.add(number, lambda: self._thaw(list(points.struck().values())))
+        self._undo.add(action.number, partial(self._points.disarm, action.number))
+        self._points.arm(action.number, action.process)
 
     def heal(self, number: int) -> None:
         """Ends what was begun under a number; see `Injector.heal`."""
-        self._undo.heal(number)
+        try:
+            self._undo.heal(number)
+        finally:
+            self._thaw_at_points(number)
 
     def heal_all(self) -> list[str]:
         """Ends everything; see `Injector.heal_all`."""
-        if self._points is not None:
-            self._points.disarm_all()
         unhealed = self._undo.heal_all()
-        if self._wiring is not None:
-            self._wiring.heal_all()
+        self._thaw_at_points(None)
         return unhealed
 
-    def _signal(self, name: str, number: signal.Signals) -> None:
+    @contextmanager
+    def _open(self, name: str) -> Iterator[int]:
+        """Opens a process of the fleet, to send it a signal."""
         pid = self._fleet.pids().get(name)
         try:
             if pid is None:
                 raise ProcessLookupError(name)
-            send_signal(pid, self._fleet.parent_pid, number)
+            with open_child(pid, self._fleet.parent_pid) as process:
+                yield process
         except ProcessLookupError as error:
             raise DilocoError(
                 Reason.TARGET_NOT_FOUND, f"{name} is not running now; it cannot be struck"
@@ -186,11 +200,18 @@ class ProcessFaults:
                 Reason.FAULT_IMPOSSIBLE, f"{name} belongs to another user: {error.strerror}"
             ) from error
 
-    def _thaw(self, names: list[str]) -> None:
-        # Who has died meanwhile is frozen no more.
-        for name in names:
-            with suppress(DilocoError):
-                self._signal(name, signal.SIGCONT)
+    def _freeze(self, number: int, name: str) -> None:
+        """Stops a process; who it was is kept, whatever becomes of its fleet meanwhile."""
+        with self._open(name) as process:
+            self._undo.add(number, Frozen(process).thaw)
+
+    def _thaw_at_points(self, number: int | None) -> None:
+        """Lets go on who stopped itself at a point, also after it was healed."""
+        struck = self._points.struck() if self._points is not None else {}
+        for name in [who for x, who in struck.items() if number in {None, x}]:
+            # Who has died meanwhile is frozen no more.
+            with suppress(DilocoError), self._open(name) as process:
+                signal.pidfd_send_signal(process, signal.SIGCONT)
 
     def _store_of(self, name: str) -> Path:
         number = name.rpartition("-")[2]
@@ -213,8 +234,3 @@ def _apply(fault: Fault, link: Link) -> None:
         link.delay(fault.delay_s)
     elif fault.mbit_per_s is not None:
         link.limit(fault.mbit_per_s * _BYTES_PER_MBIT)
-
-
-def _each(work: Callable[..., None], items: list[Path] | list[str]) -> None:
-    for item in items:
-        work(item)

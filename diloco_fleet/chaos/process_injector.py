@@ -6,10 +6,12 @@ its run directory: its processes can be struck, its links cannot.
 
 from __future__ import annotations
 
+import re
+import signal
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,13 +20,19 @@ from diloco_fleet.chaos.conductor import Arm, Begin
 from diloco_fleet.chaos.injector import Injector, strikes_at_points
 from diloco_fleet.chaos.own_fleet import OwnFleet, resolve_shape
 from diloco_fleet.chaos.point_faults import PointFaults
-from diloco_fleet.chaos.process_faults import ProcessFaults, ProcessFleet, no_such_fault_because
+from diloco_fleet.chaos.process_faults import (
+    ProcessFaults,
+    ProcessFleet,
+    no_such_fault_because,
+    open_child,
+)
 from diloco_fleet.chaos.sample import Sample
 from diloco_fleet.chaos.scenario import Fault, FaultKind, Scenario
 from diloco_fleet.chaos.schedule import Strike
 from diloco_fleet.chaos.skew import with_true_times
 from diloco_fleet.chaos.watch import Watch, make_sample
 from diloco_fleet.fleet_settings import resolve
+from diloco_fleet.local import Phase
 from diloco_fleet.metrics import (
     EVALUATOR,
     SYNCHRONIZER,
@@ -32,7 +40,8 @@ from diloco_fleet.metrics import (
     is_synchronizer,
     read_metrics,
 )
-from diloco_fleet.run_files import RunFiles, is_running, read_fleet
+from diloco_fleet.process import Restart
+from diloco_fleet.run_files import ProcessEntry, RunFiles, is_running, read_fleet
 from diloco_fleet.standby import REDIS
 
 
@@ -125,7 +134,9 @@ class ProcessInjector(_Processes):
         self._schedule = schedule
         self._root = root
         self._say = say
-        self._resolved = resolve_shape(scenario.fleet, root.name, environ)
+        # The file of a scenario may have any name.
+        run_id = re.sub(r"[^\w.-]+", "-", root.name)
+        self._resolved = resolve_shape(scenario.fleet, run_id, environ)
         self._own: OwnFleet | None = None
 
     @property
@@ -221,15 +232,39 @@ class RunningFleet:
     @property
     def ended(self) -> str:
         """Why the fleet has ended; empty while it is at work."""
-        return "" if is_running(self.files) else "its `diloco run` has ended"
+        if not is_running(self.files):
+            return "its `diloco run` has ended"
+        with suppress(UsageError):
+            state = read_fleet(self.files.fleet).state
+            return "" if state == Phase.RUNNING else f"its `diloco run` is {state}"
+        return "its run directory is gone"
 
     def pids(self) -> dict[str, int | None]:
         """Every process by name, with its pid while it runs."""
-        return {entry.name: entry.pid for entry in read_fleet(self.files.fleet).processes}
+        return {entry.name: entry.pid for entry in self._processes()}
 
     def restarts(self) -> dict[str, int]:
         """How often each process was started again."""
-        return {entry.name: entry.restarts for entry in read_fleet(self.files.fleet).processes}
+        return {entry.name: entry.restarts for entry in self._processes()}
+
+    def _processes(self) -> tuple[ProcessEntry, ...]:
+        try:
+            return read_fleet(self.files.fleet).processes
+        except UsageError:
+            return ()  # the run directory is gone, and with it the fleet: see `ended`
+
+    def out_of_reach(self) -> str:
+        """Says why no signal gets to its processes from here; empty where one does."""
+        for pid in filter(None, self.pids().values()):
+            try:
+                with open_child(pid, self.parent_pid) as process:
+                    signal.pidfd_send_signal(process, 0)
+            except ProcessLookupError:
+                continue
+            except PermissionError:
+                return "its processes belong to another user"
+            return ""
+        return "its processes are not on this machine; run it where they are"
 
 
 class AttachedInjector(_Processes):
@@ -255,7 +290,15 @@ class AttachedInjector(_Processes):
         """See `Injector.refusal`."""
         if fault.fault is FaultKind.REDIS_EMPTY and not self._redis_url():
             return "its Redis is not the fleet's own"
-        return no_such_fault_because(fault, attached=True)
+        if fault.fault in {FaultKind.KILL, FaultKind.RESTART} and not self._comes_back(fault):
+            restart = self._resolved.fleet.value.restart
+            return f"nobody would start it again: the fleet runs with --restart {restart}"
+        return no_such_fault_because(fault, attached=True) or self._running.out_of_reach()
+
+    def _comes_back(self, fault: Fault) -> bool:
+        restart = Restart(self._resolved.fleet.value.restart)
+        killed = fault.fault is FaultKind.KILL
+        return restart is Restart.ALWAYS or (restart is Restart.ON_FAILURE and killed)
 
     def names(self) -> frozenset[str]:
         """See `Injector.names`."""

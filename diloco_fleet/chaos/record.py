@@ -24,6 +24,7 @@ class _Baseline:
     contributions: dict[str, int]
     merges: int
     term: int
+    leader: str | None
     led: bool
     in_sync: bool
     lease_held: bool
@@ -60,6 +61,11 @@ class Record:
     _baseline: _Baseline | None = None
 
     @property
+    def whom(self) -> str:
+        """Whom it was to strike."""
+        return self.fault.who or " from ".join(self.fault.between)
+
+    @property
     def affected(self) -> frozenset[str]:
         """Everybody who has to be back."""
         return frozenset(name for group in self.targets[:1] for name in group)
@@ -70,6 +76,23 @@ class Record:
         if self.recovered_s is None or self.healed_s is None:
             return None
         return self.recovered_s - self.healed_s
+
+    @property
+    def left_alone(self) -> frozenset[str]:
+        """Everybody else whom it cut off from who led."""
+        base, others = self._baseline, self.targets[1:]
+        cut_off = base is not None and base.leader in self.affected
+        return frozenset(name for group in others for name in group) if cut_off else frozenset()
+
+    @property
+    def happened(self) -> bool:
+        """Whether it struck."""
+        return self.began_s is not None and not self.problem
+
+    @property
+    def ends_lives(self) -> bool:
+        """Whether it has ended a life of everybody whom it struck."""
+        return self.happened and self._ends_lives
 
     @property
     def _ends_lives(self) -> bool:
@@ -96,6 +119,7 @@ class Record:
             contributions=dict(seen.contributions),
             merges=seen.merges,
             term=sample.term,
+            leader=sample.leader,
             led=self._ends_lives and sample.leader in self.affected,
             in_sync=sample.in_sync,
             lease_held=sample.lease_held,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,7 @@ class Result:
         checks: everything that was to hold.
         records: what became of each strike.
         unhealed: what could not be healed, for people.
+        unreadable: what could not be read of the fleet's metrics, for people.
         begin: unix time of the steady state; of the start where there was none.
         end: unix time of the end.
     """
@@ -43,6 +45,7 @@ class Result:
     checks: tuple[Check, ...]
     records: tuple[Record, ...]
     unhealed: tuple[str, ...]
+    unreadable: tuple[str, ...]
     begin: float
     end: float
 
@@ -63,6 +66,7 @@ class Result:
             "about": self.scenario.about,
             "injector": self.injector,
             "seed": self.seed,
+            "duration_s": self.scenario.duration_s,
             "verdict": str(self.verdict),
             "stopped": self.stopped,
             **{name: _rounded(value, 6) for name, value in figures.items()},
@@ -70,6 +74,7 @@ class Result:
             "checks": [asdict(check) for check in self.checks],
             "strikes": [_strike(record) for record in self.records],
             "unhealed": list(self.unhealed),
+            "unreadable": list(self.unreadable),
             "begin": self.begin,
             "end": self.end,
         }
@@ -79,7 +84,7 @@ def _strike(record: Record) -> dict[str, Any]:
     return {
         "number": record.strike.number,
         "fault": str(record.fault.fault),
-        "who": record.fault.who or " | ".join(record.fault.between),
+        "who": record.whom,
         "planned_s": _rounded(record.strike.at_s),
         "on": record.strike.on,
         "targets": [list(group) for group in record.targets],
@@ -93,7 +98,8 @@ def _strike(record: Record) -> dict[str, Any]:
 
 
 def _rounded(value: float | None, digits: int = 3) -> float | None:
-    return None if value is None else round(value, digits)
+    # JSON has no other numbers.
+    return None if value is None or not math.isfinite(value) else round(value, digits)
 
 
 def write_result(folder: Path, result: Result) -> None:
@@ -102,7 +108,8 @@ def write_result(folder: Path, result: Result) -> None:
     Raises:
         DilocoError: DISK_FULL or STORAGE_FAILED.
     """
-    _write(folder / f"{RESULT_NAME}.json", json.dumps(result.to_dict(), indent=2) + "\n")
+    text = json.dumps(result.to_dict(), indent=2, allow_nan=False)
+    _write(folder / f"{RESULT_NAME}.json", f"{text}\n")
     _write(folder / f"{RESULT_NAME}.md", markdown(result))
 
 
@@ -121,11 +128,12 @@ def markdown(result: Result) -> str:
     lines += [f"By injector {result.injector}, seed {result.seed}."]
     lines += [f"It ended early: {result.stopped}."] if result.stopped else []
     lines += [f"**Not healed**: {what}." for what in result.unhealed]
+    lines += [f"Not read: {what}." for what in result.unreadable]
     lines += ["", f"![Timeline]({RESULT_NAME}.png)", "", "| figure | |", "| --- | --- |"]
-    lines += [f"| {name} | {value} |" for name, value in figure_rows(result.figures)]
+    lines += [_cells(name, value) for name, value in figure_rows(result.figures)]
     lines += ["", "| what was to hold | bound | found | |", "| --- | --- | --- | --- |"]
     lines += [
-        f"| {check.name} | {check.wanted} | {check.found} | {'yes' if check.holds else '**no**'} |"
+        _cells(check.name, check.wanted, check.found, "yes" if check.holds else "**no**")
         for check in result.checks
     ]
     lines += ["", "| strike | whom | planned | struck | healed | merging | as before | |"]
@@ -141,7 +149,7 @@ def markdown(result: Result) -> str:
 
 
 def _row(record: Record) -> str:
-    whom = " from ".join(", ".join(group) for group in record.targets) or record.fault.who
+    whom = " from ".join(", ".join(group) for group in record.targets) or record.whom
     times = (
         record.strike.at_s,
         record.began_s,
@@ -150,8 +158,12 @@ def _row(record: Record) -> str:
         record.recovered_s,
     )
     shown = ["" if moment is None else f"{moment:.1f}" for moment in times]
-    cells = [str(record.fault.fault), whom, *shown, record.problem or record.held]
-    return f"| {' | '.join(cells)} |"
+    return _cells(str(record.fault.fault), whom, *shown, record.problem or record.held)
+
+
+def _cells(*texts: str) -> str:
+    """A line of a table; no text ends its cell or its line."""
+    return f"| {' | '.join(' '.join(text.split()).replace('|', '/') for text in texts)} |"
 
 
 def figure_rows(figures: Figures) -> list[tuple[str, str]]:
@@ -171,5 +183,6 @@ def summary_lines(result: Result) -> list[str]:
         for check in result.checks
     ]
     lines += [f"not healed: {what}" for what in result.unhealed]
+    lines += [f"not read: {what}" for what in result.unreadable]
     why = f", {result.stopped}" if result.stopped else ""
     return [*lines, f"{result.scenario.name}: {result.verdict}{why}"]

@@ -81,8 +81,7 @@ def run_scenario(
         unhealed = injector.heal_all()
     end = world.wall()
     world.say(f"not healed: {'; '.join(unhealed)}" if unhealed else "everything is healed")
-    injector.settle()
-    metrics = _metrics_beyond(end, injector, world)
+    metrics = _settled(end, injector, world)
     num_learners = sum(is_learner(name) for name in injector.names())
     figures = compute_figures(
         metrics,
@@ -105,10 +104,28 @@ def run_scenario(
         checks=tuple(checks),
         records=tuple(conductor.records),
         unhealed=tuple(unhealed),
+        unreadable=metrics.problems,
         begin=begin,
         end=end,
     )
     return result, metrics
+
+
+def _settled(end: float, injector: Injector, world: World) -> RunMetrics:
+    """What the fleet has written, once it has settled; where that fails, only why: no result is
+    lost for that.
+    """
+    try:
+        injector.settle()
+        return _metrics_beyond(end, injector, world)
+    except (DilocoError, OSError) as error:
+        message = _message(error)
+        world.say(message)
+        return RunMetrics(problems=(message,))
+
+
+def _message(error: DilocoError | OSError) -> str:
+    return error.message if isinstance(error, DilocoError) else str(error)
 
 
 def _metrics_beyond(end: float, injector: Injector, world: World) -> RunMetrics:
@@ -132,7 +149,10 @@ def _conduct(conductor: Conductor, injector: Injector, world: World) -> float:
             actions = conductor.stop(f"by {world.interruption.why}")
         else:
             before = conductor.phase
-            actions = conductor.handle(injector.look())
+            try:
+                actions = conductor.handle(injector.look())
+            except DilocoError as error:
+                actions = conductor.stop(f"nobody can look any more: {error.message}")
             if before is Phase.STEADYING:
                 begin = world.wall() if conductor.phase is Phase.STRIKING else begin
             _say_phase(world, conductor, before)
@@ -170,9 +190,11 @@ def _act(action: Action, injector: Injector, conductor: Conductor, world: World)
             world.say(f"         armed: {action.fault.fault} {action.process} at {action.fault.on}")
             injector.arm(action)
         elif isinstance(action, Heal):
-            world.say(f"{record.healed_s:6.1f} s  healed: {record.fault.fault}")
+            armed = record.healed_s is None
+            when = "        " if armed else f"{record.healed_s:6.1f} s"
+            world.say(f"{when}  {'disarmed' if armed else 'healed'}: {record.fault.fault}")
             injector.heal(action.number)
     except (DilocoError, OSError) as error:
-        message = error.message if isinstance(error, DilocoError) else str(error)
+        message = _message(error)
         world.say(f"         {message}")
         conductor.failed(action.number, message)

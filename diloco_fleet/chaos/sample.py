@@ -68,6 +68,7 @@ class Progress:
         contributions: contributions of each learner that were seen.
         steps: inner steps of each learner that were seen.
         events: what has changed with the newest sample: names of `scenario.Event`.
+        led: whether anybody who leads has been seen.
     """
 
     sample: Sample
@@ -76,15 +77,16 @@ class Progress:
     contributions: Mapping[str, int] = field(default_factory=dict)
     steps: Mapping[str, int] = field(default_factory=dict)
     events: frozenset[str] = frozenset()
+    led: bool = False
 
 
 def begin(sample: Sample) -> Progress:
     """Returns the progress at the first sample."""
-    return Progress(sample=sample, merged_at_s=sample.at_s)
+    return Progress(sample=sample, merged_at_s=sample.at_s, led=sample.leader is not None)
 
 
 def advance(before: Progress, sample: Sample) -> Progress:
-    """Returns the progress with one more sample.
+    """Returns the progress with one more sample; it is counted from the first leader that is seen.
 
     Where nobody leads, or nobody answers, what is known of the learners stays as it was.
     """
@@ -97,7 +99,11 @@ def advance(before: Progress, sample: Sample) -> Progress:
             merges=before.merges,
             contributions=before.contributions,
             steps=before.steps,
+            led=before.led,
         )
+    if not before.led:
+        # What a leader has counted before anybody looked is no progress.
+        return begin(sample)
     new_term = sample.term != old.term
     rose = sample.global_step > old.global_step
     contributions, steps = dict(before.contributions), dict(before.steps)
@@ -116,6 +122,7 @@ def advance(before: Progress, sample: Sample) -> Progress:
         contributions=contributions,
         steps=steps,
         events=frozenset(_events(old, sample)),
+        led=True,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -14,6 +15,7 @@ from decoupled_diloco.fault_points import FaultPoint
 from diloco_fleet.chaos.targets import DONOR, REDIS, REST, check_target, speaks_of_synchronizers
 
 _LONGEST_S: Final = 7 * 86400.0
+_MOST_STRIKES: Final = 10_000
 
 
 class FaultKind(StrEnum):
@@ -97,7 +99,7 @@ class Fault:
         at_s: times since the fleet was steady, seconds.
         mtbf_s: mean time between two of them, drawn anew after each (exponential).
         on: an `Event`, or a point of the protocol.
-        first_s: with ``mtbf_s``: none earlier than this.
+        first_s: with ``mtbf_s`` and ``on``: none earlier than this.
         spare: it waits while fewer learners than that would be left at work.
         duration_s: from striking to healing; for faults that last.
         delay_s: of latency, each way.
@@ -150,8 +152,7 @@ class Fault:
         if self.fault is FaultKind.PARTITION:
             if len(self.between) != 2 or not all(self.groups):
                 raise _wrong(where, 'give its two groups, as in between = ["learner-0", "rest"]')
-            if self.groups[0] == (REST,) == self.groups[1]:
-                raise _wrong(where, "one group at most is the rest")
+            self._check_groups(where)
         elif self.between:
             raise _wrong(where, "only a partition is between groups; give who")
         if self.fault in _WITHOUT_TARGET:
@@ -163,18 +164,34 @@ class Fault:
             raise _wrong(where, f"who is {self.who!r}, but only synchronizers have a store")
         elif self.fault is FaultKind.CLOCK_SKEW and self.who == REDIS:
             raise _wrong(where, "the clock of Redis is its own, and cannot be set wrong here")
-        if self.who == DONOR and self.on != str(FaultPoint.MID_RECOVERY):
+        named = [self.who, *(target for group in self.groups for target in group)]
+        if DONOR in named and (self.who != DONOR or self.on != str(FaultPoint.MID_RECOVERY)):
             raise _wrong(where, 'there is a donor within a recovery alone: on = "mid_recovery"')
         if self.at_point and self.who.startswith("every "):
             raise _wrong(where, "one process gets to a point first; give one, or a random one")
-        for target in [self.who, *(t for group in self.groups for t in group if t != REST)]:
-            if target:
+        for target in named:
+            if target and (target != REST or not self.between):
                 check_target(target, where)
+
+    def _check_groups(self, where: str) -> None:
+        one, other = self.groups
+        if one == (REST,) == other:
+            raise _wrong(where, "one group at most is the rest")
+        for group in self.groups:
+            if REST in group and group != (REST,):
+                raise _wrong(where, "the rest is everybody else; it stands in its group alone")
+        # Two at random are two; everybody else is one, and on one side.
+        named = [target for target in (*one, *other) if not target.startswith("random ")]
+        twice = [target for target, count in Counter(named).items() if count > 1]
+        if twice:
+            raise _wrong(where, f"{twice[0]} is named twice; nobody is cut off from itself")
 
     def _check_when(self, where: str) -> None:
         given = [bool(self.at_s), self.mtbf_s is not None, bool(self.on)]
         if sum(given) != 1:
             raise _wrong(where, "give one of at_s (times), mtbf_s (a mean) and on (an event)")
+        if self.at_s and self.first_s:
+            raise _wrong(where, "first_s is given, which is of no use to at_s")
         for moment in self.at_s:
             _check_range(where, "at_s", moment, 0.0, _LONGEST_S)
         if self.mtbf_s is not None:
@@ -207,6 +224,8 @@ class Fault:
                 _check_range(where, name, getattr(self, name), low, high)
         if self.offset_s is not None:
             _check_range(where, "offset_s", self.offset_s, -1e9, 1e9)
+            if not self.offset_s:
+                raise _wrong(where, "offset_s is 0, which is no wrong clock")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,3 +355,11 @@ class Scenario:
                 raise _wrong(
                     where, f"{fault.fault} at {late[0]:g} s is after its end, {self.duration_s:g} s"
                 )
+        by_chance = sum(self.duration_s / x.mtbf_s for x in self.faults if x.mtbf_s is not None)
+        num_strikes = by_chance + sum(len(x.at_s) for x in self.faults)
+        if num_strikes > _MOST_STRIKES:
+            raise _wrong(
+                where,
+                f"about {num_strikes:.0f} strikes; at most {_MOST_STRIKES}: give longer mtbf_s, or "
+                "a shorter duration_s",
+            )

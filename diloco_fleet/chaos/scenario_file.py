@@ -46,6 +46,7 @@ SECTIONS: Final = ("run", "trainer", "fleet")
 """Those of the settings of a fleet, without importing them, which takes seconds."""
 
 _MAX_BYTES: Final = 1 << 20
+_LARGEST: Final = (1 << 63) - 1
 _SHORT: Final = "short"
 _TOP: Final = ("about", "duration_s", "ready_s", "settle_s")
 _TABLES: Final = ("fleet", "steady", "abort")
@@ -126,6 +127,7 @@ def parse_scenario(text: str, name: str, *, where: str, short: bool = False) -> 
 def _fault(entry: object, where: str, *, short: bool) -> Fault:
     table = dict(_table(entry, where))
     changes = _table(table.pop(_SHORT, {}), f"{where}, short")
+    refuse_unknown(changes, [field.name for field in fields(Fault)], f"{where}, short", "key")
     return _build(Fault, {**table, **changes} if short else table, where)
 
 
@@ -180,6 +182,8 @@ def _convert(hint: Any, value: object, where: str) -> object:  # noqa: ANN401 - 
     if typing.get_origin(hint) is not None and len(kinds) > 1:
         return value  # a mapping: checked where it is read
     [kind] = kinds
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise UsageError(Reason.CONFIG_INVALID, f"{where} is a number of more than 64 bits")
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return _member(kind, value, where)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

@@ -31,10 +31,11 @@ REST: Final = "rest"
 """In a partition: everybody who is not in the other group."""
 
 _ROLES: Final = (LEARNER, "synchronizer")
+_HOWS: Final = ("random", "every")
 _NAMED: Final = re.compile(r"(learner-\d+|synchronizer(-\d+)?|redis)")
 _WORDS: Final = (
     LEADER, FOLLOWER, DONOR, REDIS, "learner-0", "synchronizer-0",
-    *(f"{how} {role}" for how in ("random", "every") for role in _ROLES),
+    *(f"{how} {role}" for how in _HOWS for role in _ROLES),
 )  # fmt: skip
 
 
@@ -117,6 +118,41 @@ def resolve_target(
     if target.startswith("every "):
         return tuple(_of_role(target, names))
     return _one_of(_of_role(target, names), pick) if target.startswith("random ") else ()
+
+
+def resolve_groups(
+    groups: Sequence[Sequence[str]], names: Collection[str], leader: str | None, pick: float
+) -> tuple[tuple[str, ...], ...]:
+    """Says who the groups of a fault are now, the rest left out; nobody is in two places.
+
+    A group in which a target is nobody is empty: it would be less than what was planned.
+
+    Args:
+        groups: targets, each checked by `check_target`.
+        names: see `resolve_target`.
+        leader: see `resolve_target`.
+        pick: see `resolve_target`.
+    """
+    found: list[dict[int, tuple[str, ...]]] = [{} for _ in groups]
+    taken: set[str] = set()
+    places = [(g, i) for g, group in enumerate(groups) for i, x in enumerate(group) if x != REST]
+    # Chance chooses among those whom nobody names, and a role is who is left of it.
+    for g, i in sorted(places, key=lambda place: _breadth(groups[place[0]][place[1]])):
+        target = groups[g][i]
+        free = set(names) - taken if _breadth(target) else names
+        chosen = tuple(x for x in resolve_target(target, free, leader, pick) if x not in taken)
+        found[g][i] = chosen
+        taken.update(chosen)
+    return tuple(
+        tuple(name for i in sorted(members) for name in members[i]) if all(members.values()) else ()
+        for members in found
+    )
+
+
+def _breadth(target: str) -> int:
+    """How wide a target is: one process, one of several, all of them."""
+    how = target.partition(" ")[0]
+    return _HOWS.index(how) + 1 if how in _HOWS else 0
 
 
 def _one_of(names: Sequence[str], pick: float) -> tuple[str, ...]:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_TALLEST_FAULTS: Final = 60.0
+"""Inches: thousands of strikes would be more than a picture can hold."""
+
 _COLORS: Final = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:cyan")
 
 
@@ -42,7 +45,8 @@ def draw_timeline(result: Result, metrics: RunMetrics) -> Figure:
 
     learners = sorted(name for name in metrics.steps if is_learner(name))
     struck = [record for record in result.records if record.began_s is not None]
-    heights = (2.2, 0.35 * len(learners) + 0.4, 0.3 * len(struck) + 0.4, 0.9)
+    rows_of_faults = min(0.3 * len(struck), _TALLEST_FAULTS)
+    heights = (2.2, 0.35 * len(learners) + 0.4, rows_of_faults + 0.4, 0.9)
     figure = Figure(figsize=(10, sum(heights) + 1.2), layout="constrained")
     FigureCanvasAgg(figure)
     steps, stepping, faults, leader = figure.subplots(4, 1, sharex=True, height_ratios=heights)
@@ -55,8 +59,10 @@ def draw_timeline(result: Result, metrics: RunMetrics) -> Figure:
     leader.set_xlim(0.0, max(result.end - result.begin, 1.0))
     for axes in (steps, stepping, faults, leader):
         axes.grid(visible=True, axis="x", alpha=0.3)
-        for record in struck:
-            axes.axvline(record.began_s, color="tab:red", linestyle=":", linewidth=0.8)
+        axes.vlines(
+            [record.began_s or 0.0 for record in struck], 0.0, 1.0,
+            transform=axes.get_xaxis_transform(), colors="tab:red", linestyles=":", linewidth=0.8,
+        )  # fmt: skip
     return figure
 
 

@@ -23,6 +23,8 @@ class Undo:
     def heal(self, number: int) -> None:
         """Undoes everything of a strike, the last first; what fails is kept, and stops no other.
 
+        Whatever an undoing raises, expected or not, is such a failure.
+
         Raises:
             DilocoError: what could not be undone.
         """
@@ -30,8 +32,12 @@ class Undo:
         for undoing in reversed(self._undoings.pop(number, [])):
             try:
                 undoing()
-            except (DilocoError, OSError) as error:
-                failures.append(error.message if isinstance(error, DilocoError) else str(error))
+            except Exception as error:
+                failures.append(
+                    error.message
+                    if isinstance(error, DilocoError)
+                    else f"{type(error).__name__}: {error}"
+                )
                 kept.append(undoing)
         if failures:
             self._undoings[number] = kept[::-1]

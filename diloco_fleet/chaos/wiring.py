@@ -95,15 +95,13 @@ class Wiring:
 
     def heal(self, number: int) -> None:
         """Ends one disturbance; the others of the same links go on."""
-        for link, _ in self._disturbances.pop(number, []):
+        remaining = [
+            entry for x, entries in self._disturbances.items() if x != number for entry in entries
+        ]
+        for link, _ in self._disturbances.get(number, []):
             link.heal()
-            for others in self._disturbances.values():
-                for other, how in others:
-                    if other is link:
-                        how(link)
-
-    def heal_all(self) -> None:
-        """Ends every disturbance."""
-        self._disturbances.clear()
-        for link in self._links.values():
-            link.heal()
+            for other, how in remaining:
+                if other is link:
+                    how(link)
+        # Not before: what fails above is tried again.
+        self._disturbances.pop(number, None)

@@ -5,23 +5,24 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, Reason, UsageError
+from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, DilocoError, Reason, UsageError
 from diloco_fleet.chaos.scenario import Scenario
 from diloco_fleet.chaos.scenario_file import SHIPPED, load_scenario
+from diloco_fleet.chaos.schedule import Strike, draw_schedule
 from diloco_fleet.run_files import RUNS_FOLDER, RunFiles
 
 if TYPE_CHECKING:
     from diloco_fleet.chaos.injector import Injector
     from diloco_fleet.chaos.result import Result
     from diloco_fleet.chaos.runner import Interruption, World
-    from diloco_fleet.chaos.schedule import Strike
 
 EXIT_NOT_PASSED: Final = 1
 """Exit code of a scenario whose verdict is failed or aborted."""
@@ -85,8 +86,10 @@ def run_command(
     A scenario starts a fleet of its own (process), or works on the composed one (docker). It waits
     for a steady state, does its faults, heals everything, whatever happens, and judges: chaos.json,
     chaos.md and chaos.png in its folder. Exit code 0 where every verdict is passed, 1 where one is
-    not, 143 where it was interrupted.
+    not, 64 where one is refused, before any begins, 143 where it was interrupted.
     """
+    if _ALL in scenarios and len(scenarios) > 1:
+        raise UsageError(Reason.CONFIG_CONFLICT, "all is every shipped scenario; give it alone")
     names = list(SHIPPED) if scenarios == (_ALL,) else list(scenarios)
     if attach is not None and injector != "process":
         raise UsageError(Reason.CONFIG_CONFLICT, "--attach goes with --injector process")
@@ -95,60 +98,93 @@ def run_command(
     loaded = [load_scenario(name, short=short) for name in names]
     if attach is not None and not attach.exists():
         attach = RUNS_FOLDER / attach
-    verdicts = []
     with _interruptible() as interruption:
+        world = _make_world(interruption)
+
+        def begin(scenario: Scenario, number: int) -> _Experiment:
+            name = scenario.name if number == 0 else f"{scenario.name}-{number}"
+            folder = out or RUNS_FOLDER / f"chaos-{name}-{datetime.now():%Y%m%d-%H%M%S}"
+            schedule = draw_schedule(scenario, seed)
+            hands = _make_injector(injector, scenario, schedule, folder, attach, project, world)
+            return _Experiment(scenario, seed, schedule, hands, folder)
+
+        # Whatever can be refused is, before the first one begins.
         for scenario in loaded:
-            result = _run_one(
-                scenario,
-                injector=injector,
-                seed=seed,
-                attach=attach,
-                project=project,
-                out=out,
-                interruption=interruption,
-            )
-            verdicts.append(f"{scenario.name}: {result.verdict}")
-            if interruption.why:
-                break
-    for line in verdicts if len(loaded) > 1 else ():
-        click.echo(line)
+            _refuse(begin(scenario, 0))
+        verdicts = [
+            _run_one(begin(scenario, loaded[:place].count(scenario)), world, of=len(loaded))
+            for place, scenario in enumerate(loaded)
+            if not interruption.why
+        ]
+    for scenario, verdict in zip(loaded, verdicts, strict=False) if len(loaded) > 1 else ():
+        world.say(f"{scenario.name}: {verdict}")
     if interruption.why:
         return EXIT_DRAINED
-    passed = all(line.endswith(": passed") for line in verdicts)
-    return EXIT_OK if passed else EXIT_NOT_PASSED
+    return EXIT_OK if all(x == "passed" for x in verdicts) else EXIT_NOT_PASSED
 
 
-def _run_one(
-    scenario: Scenario,
-    *,
-    injector: str,
-    seed: int,
-    attach: Path | None,
-    project: str,
-    out: Path | None,
-    interruption: Interruption,
-) -> Result:
-    """Runs one scenario and writes its result."""
-    # Not at the top: it imports torch, for which `diloco chaos list` does not wait.
+@dataclass(frozen=True, slots=True)
+class _Experiment:
+    """A scenario with everything that it needs."""
+
+    scenario: Scenario
+    seed: int
+    schedule: tuple[Strike, ...]
+    hands: Injector
+    folder: Path
+
+
+def _refuse(experiment: _Experiment) -> None:
+    """Refuses what cannot be done, and lets go of the injector: nothing was started."""
     from diloco_fleet.chaos.injector import refuse_impossible
+
+    scenario, seed = experiment.scenario, experiment.seed
+    try:
+        refuse_impossible(experiment.hands, scenario)
+    finally:
+        experiment.hands.__exit__()
+    if not experiment.schedule:
+        raise UsageError(
+            Reason.CONFIG_INVALID,
+            f"scenario {scenario.name}: seed {seed} draws no strike within "
+            f"{scenario.duration_s:g} s; choose another --seed, or a shorter mtbf_s",
+        )
+
+
+def _run_one(experiment: _Experiment, world: World, *, of: int) -> str:
+    """Runs one scenario and writes its result; returns its verdict.
+
+    One of several that cannot be done after all does not stop the others.
+    """
+    try:
+        return str(_run(experiment, world).verdict)
+    except DilocoError as error:
+        if of == 1:
+            raise
+        world.say(f"error: {error}")
+        return f"{error.reason}"
+
+
+def _run(experiment: _Experiment, world: World) -> Result:
+    # Not at the top: it imports torch, for which `diloco chaos list` does not wait.
     from diloco_fleet.chaos.result import summary_lines, write_result
     from diloco_fleet.chaos.runner import run_scenario
-    from diloco_fleet.chaos.schedule import draw_schedule
     from diloco_fleet.chaos.timeline import write_timeline
+    from learner_client.files import storage_errors
 
-    folder = out or RUNS_FOLDER / f"chaos-{scenario.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    schedule = draw_schedule(scenario, seed)
-    world = _make_world(interruption)
-    hands = _make_injector(injector, scenario, schedule, folder, attach, project, world)
-    refuse_impossible(hands, scenario)
-    with hands:
-        result, metrics = run_scenario(scenario, schedule, hands, world, seed=seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_result(folder, result)
-    write_timeline(folder, result, metrics)
-    for line in summary_lines(result):
-        click.echo(line)
-    click.echo(f"result: {folder}")
+    scenario, folder = experiment.scenario, experiment.folder
+    with experiment.hands as hands:
+        with storage_errors(folder, "creating"):
+            folder.mkdir(parents=True, exist_ok=True)
+        result, metrics = run_scenario(
+            scenario, experiment.schedule, hands, world, seed=experiment.seed
+        )
+        # Before leaving: what fails then takes no result with it.
+        for line in summary_lines(result):
+            world.say(line)
+        write_result(folder, result)
+        write_timeline(folder, result, metrics)
+        world.say(f"result: {folder}")
     return result
 
 
@@ -161,6 +197,10 @@ def _make_injector(  # noqa: PLR0917 - each is one option
     project: str,
     world: World,
 ) -> Injector:
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(
+            Reason.CONFIG_CONFLICT, f"{folder} is no folder; choose another --out", path=folder
+        )
     if name == "docker":
         from diloco_fleet.chaos.docker_injector import connect
 
@@ -179,7 +219,13 @@ def _make_injector(  # noqa: PLR0917 - each is one option
 def _make_world(interruption: Interruption) -> World:
     from diloco_fleet.chaos.runner import World
 
-    return World(say=click.echo, interruption=interruption)
+    return World(say=_say, interruption=interruption)
+
+
+def _say(line: str) -> None:
+    # A terminal that is closed, or a pipe, ends no scenario half-way.
+    with suppress(OSError):
+        click.echo(line)
 
 
 @contextmanager
@@ -193,7 +239,9 @@ def _interruptible() -> Iterator[Interruption]:
         interruption.why = signal.Signals(number).name
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, stop) for number in numbers}
+    # What is ignored stays so: that is what nohup is for.
+    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heeded}
     try:
         yield interruption
     finally:

@@ -9,7 +9,7 @@ from diloco_fleet.chaos.conductor import Arm, Begin
 from diloco_fleet.chaos.injector import Injector
 from diloco_fleet.chaos.sample import LearnerSeen, Sample
 from diloco_fleet.chaos.scenario import Fault, FaultKind
-from diloco_fleet.metrics import RunMetrics
+from diloco_fleet.metrics import Round, RunMetrics, Step
 
 LEARNERS = ("learner-0", "learner-1", "learner-2")
 NAMES = frozenset([*LEARNERS, "synchronizer-0", "synchronizer-1", "redis", "evaluator"])
@@ -36,9 +36,16 @@ class World:
     lives: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEARNERS, 1))
     accepted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEARNERS, 0))
     states: dict[str, str] = field(default_factory=dict)
+    silent_s: dict[str, float] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
     struck: dict[int, str] = field(default_factory=dict)
     ended: str = ""
+    steps: dict[str, list[Step]] = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
+
+    def now(self) -> float:
+        """The time."""
+        return self.now_s
 
     def sleep(self, seconds: float) -> None:
         """A second passes, whatever is asked: rounds are merged, who was away comes back."""
@@ -51,9 +58,23 @@ class World:
         self.away = {name: until for name, until in self.away.items() if until > self.now_s}
         if self.merging and self.leader is not None and self.leader not in self.dead:
             self.global_step += 1
-            for name in LEARNERS:
-                if name not in self.dead and name not in self.away:
-                    self.accepted[name] += 1
+            there = [name for name in LEARNERS if name not in {*self.dead, *self.away}]
+            for name in there:
+                self.accepted[name] += 1
+                self.steps.setdefault(name, []).append(self._step())
+            self.rounds.append(self._round(tuple(there)))
+
+    def _step(self) -> Step:
+        return Step(
+            time=self.now_s, global_step=self.global_step, loss=1.0, num_tokens=10,
+            step_s=0.5, overhead_s=0.0, life=0,
+        )  # fmt: skip
+
+    def _round(self, contributors: tuple[str, ...]) -> Round:
+        return Round(
+            time=self.now_s, global_step=self.global_step, fragment=0, contributors=contributors,
+            live=LEARNERS, tokens=10, measured_h=1.0, bytes_up=0, bytes_down=0, term=self.term,
+        )  # fmt: skip
 
     def sample(self) -> Sample:
         """What is seen now."""
@@ -63,7 +84,7 @@ class World:
                 incarnation=(1, self.lives[name]),
                 local_step=self.accepted[name],
                 accepted=self.accepted[name],
-                silent_s=0.1,
+                silent_s=self.silent_s.get(name, 0.1),
             )
             for name in LEARNERS
         }
@@ -96,7 +117,7 @@ class WorldInjector(Injector):
         open: strikes that are not healed.
         stubborn: strikes that cannot be healed.
         broken: whether looking fails.
-        written: what is read of the fleet's metrics, look by look.
+        written: what is read of the fleet's metrics, look by look; then what it has written.
     """
 
     name = "world"
@@ -158,7 +179,10 @@ class WorldInjector(Injector):
 
     def metrics(self) -> RunMetrics:
         self.done.append("metrics")
-        return self.written.pop(0) if self.written else RunMetrics()
+        if self.written:
+            return self.written.pop(0)
+        steps = {name: tuple(steps) for name, steps in self.world.steps.items()}
+        return RunMetrics(steps=steps, rounds=tuple(self.world.rounds))
 
     def sync_interval(self) -> int:
         return 8

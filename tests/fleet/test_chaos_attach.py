@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from diloco_fleet.chaos.injector import refuse_impossible
 from diloco_fleet.chaos.process_injector import AttachedInjector
 from diloco_fleet.chaos.scenario import Fault, FaultKind
 from diloco_fleet.chaos.scenario_file import SHIPPED, load_scenario
-from diloco_fleet.run_files import FleetFile, ProcessEntry, RunFiles, hold_run
+from diloco_fleet.run_files import FleetFile, ProcessEntry, RunFiles, hold_run, read_fleet
 
 NAMES = ("redis", "synchronizer-0", "synchronizer-1", "evaluator", "learner-0", "learner-1")
 KILL = Fault(fault=FaultKind.KILL, who="learner-1", at_s=(1.0,))
@@ -84,6 +85,13 @@ def test_a_fleet_that_has_ended_is_noticed(files: RunFiles) -> None:
         injector.__exit__()
 
 
+@pytest.mark.parametrize("state", ["finishing", "draining"])
+def test_a_fleet_that_is_about_to_end_is_not_struck_any_more(files: RunFiles, state: str) -> None:
+    with hold_run(files), AttachedInjector(files) as injector:
+        dataclasses.replace(read_fleet(files.fleet), state=state).write(files.fleet)
+        assert state in injector.look().ended
+
+
 def test_a_run_that_is_not_running_is_refused(files: RunFiles) -> None:
     with pytest.raises(UsageError, match="no fleet is running") as caught:
         AttachedInjector(files)
@@ -102,6 +110,53 @@ def test_what_needs_links_is_refused_and_the_rest_is_not(files: RunFiles) -> Non
                 refused[name] = error.message
     assert set(refused) == {"redis-kill", "datacenter-partition", "slow-link", "everything"}
     assert all("let it start its own fleet" in message for message in refused.values())
+
+
+def test_who_would_not_come_back_is_not_killed(files: RunFiles) -> None:
+    """A fleet that is told to let its dead lie would be left broken."""
+    stop = Fault(fault=FaultKind.RESTART, who="learner-1", at_s=(1.0,))
+    plain = files.config.read_text()
+    for restart, refused in (("always", []), ("on-failure", [stop]), ("never", [KILL, stop])):
+        files.config.write_text(plain + f'[fleet]\nrestart = "{restart}"\n')
+        with hold_run(files):
+            injector = AttachedInjector(files)
+            assert [x for x in (KILL, stop, FREEZE) if injector.refusal(x)] == refused
+
+
+def test_processes_of_another_machine_are_refused(
+    files: RunFiles, children: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    """A run directory may be shared; the pids in it mean nothing here."""
+    content = read_fleet(files.fleet)
+    dataclasses.replace(content, pid=1).write(files.fleet)
+    with hold_run(files):
+        assert "not on this machine" in AttachedInjector(files).refusal(KILL)
+    assert all(popen.poll() is None for popen in children.values())
+
+
+def test_processes_of_another_user_are_refused(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+    with hold_run(files):
+        assert "another user" in AttachedInjector(files).refusal(FREEZE)
+
+
+def test_a_run_directory_that_goes_meanwhile_is_a_fleet_that_has_ended(
+    files: RunFiles, children: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    with hold_run(files), AttachedInjector(files) as injector:
+        injector.begin(Begin(number=0, fault=FREEZE, groups=(("learner-1",),)))
+        files.fleet.unlink()
+        files.lock.unlink()
+        sample = injector.look()
+        assert "has ended" in sample.ended
+        assert injector.heal_all() == []
+    children["learner-1"].terminate()
+    assert children["learner-1"].wait(60) == -signal.SIGTERM, "and who is frozen goes on"
 
 
 def test_redis_of_somebody_else_is_not_emptied(files: RunFiles) -> None:

@@ -2,64 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from diloco_fleet.chaos.conductor import Action, Arm, Begin, Conductor, Heal, Phase
-from diloco_fleet.chaos.scenario import Fault, FaultKind, Hypothesis, Scenario
-from diloco_fleet.chaos.schedule import draw_schedule
-from tests.fleet.chaos_world import NAMES, World
-
-
-def scenario(*faults: Fault, **more: object) -> Scenario:
-    values = {"duration_s": 30.0, "settle_s": 20.0, "ready_s": 20.0, **more}
-    return Scenario(
-        name="test", about="", steady=Hypothesis(rounds_lost=0), faults=faults, **values
-    )
-
-
-def conducted(world: World, *faults: Fault, **more: object) -> Conductor:
-    chosen = scenario(*faults, **more)
-    return Conductor(scenario=chosen, schedule=draw_schedule(chosen, 0), names=NAMES)
-
-
-def play(
-    conductor: Conductor,
-    world: World,
-    until: Callable[[], bool],
-    act: Callable[[Action], None] = lambda _: None,
-) -> list[Action]:
-    """Lets time pass until something is so; returns what was to be done."""
-    done: list[Action] = []
-    for _ in range(400):
-        for action in conductor.handle(world.sample()):
-            done.append(action)
-            act(action)
-        if until():
-            return done
-        world.sleep(0.5)
-    raise AssertionError(f"it did not come to that: {conductor}")
-
-
-def over(conductor: Conductor) -> Callable[[], bool]:
-    return lambda: conductor.phase is Phase.OVER
-
-
-def kill(who: str = "learner-1", at_s: float = 2.0) -> Fault:
-    return Fault(fault=FaultKind.KILL, who=who, at_s=(at_s,))
-
-
-def freeze(who: str = "learner-1", at_s: float = 2.0, duration_s: float = 4.0) -> Fault:
-    return Fault(fault=FaultKind.FREEZE, who=who, at_s=(at_s,), duration_s=duration_s)
-
-
-def dies(world: World, for_s: float) -> Callable[[Action], None]:
-    def act(action: Action) -> None:
-        if isinstance(action, Begin):
-            world.dead[action.groups[0][0]] = world.now_s + for_s
-
-    return act
+from diloco_fleet.chaos.conductor import Action, Arm, Begin, Heal, Phase
+from diloco_fleet.chaos.scenario import Fault, FaultKind
+from tests.fleet.chaos_play import conducted, dies, freeze, kill, over, play
+from tests.fleet.chaos_world import World
 
 
 def test_nothing_happens_before_everybody_has_contributed_and_a_standby_is_in_sync() -> None:
@@ -311,3 +259,50 @@ def test_the_longest_standstill_is_measured_from_the_steady_state_on() -> None:
     world.merging = True
     play(conductor, world, over(conductor))
     assert conductor.longest_without_merging_s == pytest.approx(6.5, abs=1.5)
+
+
+def test_who_ends_for_good_is_a_crash_though_nobody_starts_it_again() -> None:
+    world = World()
+    conductor = conducted(world, kill())
+    play(conductor, world, lambda: conductor.phase is Phase.STRIKING)
+    world.dead["learner-2"] = 1e9
+    play(conductor, world, over(conductor), dies(world, 2.0))
+    assert conductor.crashes == {"learner-2": 1}
+
+
+def test_forgetting_everything_excuses_no_crash_of_redis() -> None:
+    world = World()
+    conductor = conducted(world, Fault(fault=FaultKind.REDIS_EMPTY, at_s=(2.0,)))
+    play(conductor, world, lambda: conductor.records[0].began_s is not None)
+    world.dead["redis"] = world.now_s + 2.0
+    play(conductor, world, over(conductor))
+    assert conductor.crashes == {"redis": 1}
+
+
+@pytest.mark.parametrize(
+    ("between", "expired"), [("the leader", set()), ("the follower", {"learner-0"})]
+)
+def test_who_is_cut_off_from_who_leads_may_be_given_up(between: str, expired: set[str]) -> None:
+    """On whichever side of the partition it is; whoever still hears the leader may not."""
+    world = World()
+    cut = Fault(fault=FaultKind.PARTITION, between=(between, "rest"), at_s=(2.0,), duration_s=5.0)
+    conductor = conducted(world, cut)
+
+    def act(action: Action) -> None:
+        world.states["learner-0"] = "gone" if isinstance(action, Begin) else "live"
+
+    play(conductor, world, over(conductor), act)
+    assert conductor.expired == expired
+
+
+@pytest.mark.parametrize("state", ["live", "disconnected"])
+def test_who_is_silent_without_being_struck_is_measured(state: str) -> None:
+    """Also where its connection broke: that it comes back later makes it no less silent."""
+    world = World()
+    conductor = conducted(world, freeze())
+    play(conductor, world, lambda: conductor.phase is Phase.STRIKING)
+    world.states["learner-2"], world.silent_s = state, {"learner-2": 7.0, "learner-1": 9.0}
+    play(conductor, world, lambda: conductor.records[0].began_s is not None)
+    world.silent_s["learner-1"] = 99.0
+    play(conductor, world, over(conductor))
+    assert conductor.longest_silence_s == pytest.approx(9.0)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
+from diloco_fleet.chaos.conductor import Conductor, Phase
 from diloco_fleet.chaos.judge import (
     Check,
     Figures,
     Verdict,
+    check_all,
     check_hypothesis,
     check_strike,
     compute_figures,
@@ -20,10 +23,11 @@ from diloco_fleet.chaos.point_faults import Skew
 from diloco_fleet.chaos.record import Record
 from diloco_fleet.chaos.result import Result, markdown, summary_lines, write_result
 from diloco_fleet.chaos.scenario import Fault, FaultKind, Hypothesis, Scenario
-from diloco_fleet.chaos.schedule import Strike
+from diloco_fleet.chaos.schedule import Strike, draw_schedule
 from diloco_fleet.chaos.skew import with_true_times
 from diloco_fleet.chaos.timeline import draw_timeline, write_timeline
 from diloco_fleet.metrics import RunMetrics, parse_metrics
+from tests.fleet.chaos_world import NAMES, World
 
 KILL = Fault(fault=FaultKind.KILL, who="learner-1", at_s=(2.0,), recovery_s=10.0)
 BEGIN = 1000.0
@@ -135,18 +139,61 @@ def test_a_query_holds_or_does_not(
 
 
 def test_a_strike_has_to_happen_and_to_be_over_within_its_bound() -> None:
-    assert check_strike(struck(recovered_s=11.0)).holds
-    assert not check_strike(struck(recovered_s=13.0)).holds
-    assert not check_strike(struck(recovered_s=None)).holds
-    assert not check_strike(record(held="nobody to strike")).holds
-    assert "nobody to strike" in check_strike(record(held="nobody to strike")).found
-    assert not check_strike(record(problem="no permission")).holds
+    assert check_strike(struck(recovered_s=11.0), 60.0).holds
+    assert not check_strike(struck(recovered_s=13.0), 60.0).holds
+    assert not check_strike(struck(recovered_s=None), 60.0).holds
+    assert not check_strike(record(held="nobody to strike"), 60.0).holds
+    assert "nobody to strike" in check_strike(record(held="nobody to strike"), 60.0).found
+    assert not check_strike(record(problem="no permission"), 60.0).holds
+
+
+def test_a_fault_of_which_little_was_left_is_none() -> None:
+    """It was held up until just before everything is healed; one that was planned so is fine."""
+
+    def cut(at_s: float, began_s: float, healed_s: float) -> Record:
+        found = record(
+            targets=(("learner-1",),), held="no standby is in sync",
+            began_s=began_s, healed_s=healed_s, merging_s=healed_s, recovered_s=healed_s + 2.0,
+        )  # fmt: skip
+        found.fault = Fault(fault=FaultKind.FREEZE, who="learner-1", at_s=(at_s,), duration_s=20.0)
+        found.strike = Strike(number=0, fault_index=0, at_s=at_s, on="", pick=0.0)
+        return found
+
+    late = check_strike(cut(5.0, 58.0, 60.0), 60.0)
+    assert not late.holds
+    assert late.found == "2.0 s of 20.0 s: no standby is in sync"
+    assert check_strike(cut(5.0, 45.0, 60.0), 60.0).holds
+    assert check_strike(cut(57.0, 57.1, 60.0), 60.0).holds
+
+
+def test_nothing_that_was_struck_or_written_is_no_experiment() -> None:
+    """Whatever the hypothesis asks, it holds of nothing then."""
+    world = World()
+    chosen = Scenario(
+        name="test", about="", duration_s=60.0, faults=(KILL,), steady=Hypothesis(expired=0)
+    )
+    conductor = Conductor(scenario=chosen, schedule=draw_schedule(chosen, 0), names=NAMES)
+    while conductor.phase is Phase.STEADYING or conductor.merges < 50:
+        conductor.handle(world.sample())
+        world.sleep(0.5)
+    conductor.stop("")
+    fine = {"rounds": 40, "tokens": 100}
+
+    def broken(**found: object) -> set[str]:
+        checks = check_all(conductor, figures(**{**fine, **found}), 8)
+        return {check.name for check in checks if not check.holds}
+
+    assert broken() == {"kill 0"}, "this world does not come back"
+    assert broken(rounds=None, tokens=None) == {"kill 0", "rounds", "tokens"}
+    assert broken(rounds=10) == {"kill 0", "rounds"}, "most of them are missing"
+    conductor.records[0].problem = "nobody is there"
+    assert broken() == {"kill 0", "strikes"}
 
 
 def test_what_chance_could_not_strike_breaks_nothing() -> None:
     by_chance = record(held="nobody to strike")
     by_chance.fault = Fault(fault=FaultKind.KILL, who="learner-1", mtbf_s=3.0)
-    assert check_strike(by_chance).holds
+    assert check_strike(by_chance, 60.0).holds
 
 
 def test_the_verdict() -> None:
@@ -166,6 +213,7 @@ def result(**more: object) -> Result:
     values = {
         "scenario": scenario, "injector": "process", "seed": 3, "verdict": Verdict.PASSED,
         "stopped": "", "figures": figures(), "records": (struck(8.0),), "unhealed": (),
+        "unreadable": (),
         "checks": (Check(name="rounds_lost", wanted="at most 0", found="0", holds=True),),
         "begin": BEGIN, "end": BEGIN + 60.0, **more,
     }  # fmt: skip
@@ -191,6 +239,32 @@ def test_the_result_names_what_did_not_hold_and_what_is_not_healed() -> None:
     lines = summary_lines(bad)
     assert "BROKEN  uptime: 0.9 (at least 1)" in lines
     assert lines[-1] == "test: failed"
+
+
+def test_json_and_tables_hold_whatever_is_found(tmp_path: Path) -> None:
+    """A figure that is no number, and texts that would end a cell or a line."""
+    odd = result(
+        figures=figures(goodput=math.nan, measured_h=math.inf),
+        checks=(Check(name="x", wanted="a|b", found="c\nd", holds=False),),
+        records=(record(problem="e | f"),), unreadable=("learner-0.jsonl line 3",),
+    )  # fmt: skip
+    write_result(tmp_path, odd)
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    content = json.loads((tmp_path / "chaos.json").read_text(), parse_constant=refuse)
+    assert (content["goodput"], content["measured_h"]) == (None, None)
+    assert content["unreadable"] == ["learner-0.jsonl line 3"]
+    text = (tmp_path / "chaos.md").read_text()
+    assert "| x | a/b | c d | **no** |" in text
+    assert "| kill | learner-1 | 2.0 |  |  |  |  | e / f |" in text
+    assert "learner-0.jsonl line 3" in text
+
+
+def test_hundreds_of_strikes_fit_a_picture(tmp_path: Path) -> None:
+    many = result(records=(struck(8.0),) * 300)
+    assert draw_timeline(many, fleet_metrics()).get_figheight() < 70.0
 
 
 def test_the_picture_shows_learners_faults_and_who_led(tmp_path: Path) -> None:

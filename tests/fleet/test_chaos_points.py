@@ -58,7 +58,7 @@ def test_nobody_strikes_itself_before_it_is_armed_and_one_does_after(points: Poi
 def test_what_is_disarmed_happens_no_more(points: PointFaults) -> None:
     learner, by_learner = process(points, points.environment(), "learner-1")
     points.arm(0, "learner-*")
-    points.disarm_all()
+    points.disarm(0)
     learner.reach(FaultPoint.MID_RECOVERY)
     assert by_learner == []
 
@@ -152,6 +152,22 @@ def test_contributions_add_up_over_leaders() -> None:
     assert progress.events == {"leader-change", "learner-gone"}
     progress = advance(progress, at(4.0, 2, 4))
     assert progress.events == {"learner-back"}
+
+
+def test_what_a_leader_counted_before_anybody_looked_is_no_progress() -> None:
+    """A fleet that runs already may stand still: its first answer is where counting begins."""
+
+    def at(at_s: float, accepted: int) -> Sample:
+        answer = seen("leading", 3, global_step=100 + accepted, learners=[learner(accepted)])
+        return make_sample({"s": answer}, at_s=at_s, running=[])
+
+    progress = begin(Sample(at_s=0.0, running=frozenset()))
+    progress = advance(progress, at(1.0, 50))
+    progress = advance(progress, at(2.0, 50))
+    assert (progress.merges, progress.events) == (0, frozenset())
+    assert not progress.contributions.get("learner-0")
+    progress = advance(progress, at(3.0, 51))
+    assert (progress.merges, progress.contributions) == (1, {"learner-0": 1})
 
 
 # -- disks ----------------------------------------------------------------------------------------

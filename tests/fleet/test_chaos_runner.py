@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
-import click
 import pytest
-from click.testing import CliRunner
 
-from decoupled_diloco.errors import Reason, UsageError
+from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from diloco_fleet.chaos.injector import refuse_impossible
 from diloco_fleet.chaos.judge import Verdict
 from diloco_fleet.chaos.result import Result
 from diloco_fleet.chaos.runner import Interruption, World, run_scenario
+from diloco_fleet.chaos.sample import Sample
 from diloco_fleet.chaos.scenario import Fault, FaultKind, Hypothesis, Scenario
 from diloco_fleet.chaos.schedule import draw_schedule
-from diloco_fleet.cli import main
-from diloco_fleet.commands import chaos
 from diloco_fleet.metrics import RunMetrics, Step
 from tests.fleet.chaos_world import World as Fleet
 from tests.fleet.chaos_world import WorldInjector
@@ -52,7 +43,12 @@ def run(
         on_line(line, interruption)
 
     chosen = scenario(*faults)
-    world = World(say=say, sleep=injector.world.sleep, interruption=interruption)
+    world = World(
+        say=say,
+        wall=injector.world.now,
+        sleep=injector.world.sleep,
+        interruption=interruption,
+    )
     result, _ = run_scenario(chosen, draw_schedule(chosen, 0), injector, world, seed=0)
     return result, said
 
@@ -101,6 +97,22 @@ def test_an_interruption_heals_at_once_and_is_no_verdict(injector: WorldInjector
     assert not injector.open
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["waiting for a steady state", "the fleet is steady", "no more faults", "everything is healed"],
+)
+def test_an_interruption_ends_every_phase(injector: WorldInjector, line: str) -> None:
+    def interrupt(said: str, interruption: Interruption) -> None:
+        if line in said:
+            interruption.why = "SIGHUP"
+
+    result, said = run(injector, FREEZE, on_line=interrupt)
+    assert result.verdict is Verdict.INTERRUPTED
+    assert not injector.open
+    assert injector.done[-3:] == ["heal all", "settle", "metrics"]
+    assert any(line in x for x in said)
+
+
 def test_a_runner_that_fails_half_way_heals_first(injector: WorldInjector) -> None:
     def blind(line: str, _: Interruption) -> None:
         injector.broken = injector.broken or "freeze learner-1" in line
@@ -128,6 +140,46 @@ def test_what_cannot_be_healed_is_said_and_never_passes(injector: WorldInjector)
     assert any("not healed: strike 0" in line for line in said)
 
 
+def test_a_fleet_that_wrote_nothing_does_not_pass(injector: WorldInjector) -> None:
+    injector.written = [RunMetrics()] * 99
+    result, _ = run(injector, KILL)
+    assert result.verdict is Verdict.FAILED
+    assert {check.name for check in result.checks if not check.holds} == {"rounds", "tokens"}
+
+
+def test_a_scenario_of_which_nothing_happened_does_not_pass(injector: WorldInjector) -> None:
+    """Chance drew strikes, and there was nobody to strike: that breaks nothing, and shows none."""
+    nobody = Fault(fault=FaultKind.KILL, who="random learner", mtbf_s=5.0, spare=3)
+    result, _ = run(injector, nobody)
+    assert result.verdict is Verdict.FAILED
+    assert [check.name for check in result.checks if not check.holds] == ["strikes"]
+
+
+def test_a_fleet_that_nobody_can_look_at_any_more_ends_as_aborted(injector: WorldInjector) -> None:
+    def gone() -> Sample:
+        raise DilocoError(Reason.ENGINE_UNAVAILABLE, "the engine does not answer")
+
+    def blind(line: str, _: Interruption) -> None:
+        if "freeze learner-1" in line:
+            injector.look = gone  # type: ignore[method-assign]
+
+    result, _ = run(injector, FREEZE, on_line=blind)
+    assert result.verdict is Verdict.ABORTED
+    assert "the engine does not answer" in result.stopped
+    assert not injector.open
+
+
+def test_a_fleet_that_cannot_settle_has_a_result_that_says_so(injector: WorldInjector) -> None:
+    def settle() -> None:
+        raise DilocoError(Reason.STORAGE_FAILED, "the disk is gone")
+
+    injector.settle = settle  # type: ignore[method-assign]
+    result, said = run(injector, KILL)
+    assert result.verdict is Verdict.FAILED
+    assert result.unreadable == ("the disk is gone",)
+    assert "the disk is gone" in said
+
+
 def test_what_cannot_be_done_is_refused_before_anything_begins(injector: WorldInjector) -> None:
     lost = Fault(fault=FaultKind.LOSS, who="learner-1", share=0.1, at_s=(2.0,), duration_s=5.0)
     with pytest.raises(UsageError, match="cannot do it: a world loses no packets") as caught:
@@ -138,117 +190,3 @@ def test_what_cannot_be_done_is_refused_before_anything_begins(injector: WorldIn
         refuse_impossible(injector, scenario(ghost))
     assert caught.value.reason is Reason.TARGET_NOT_FOUND
     refuse_impossible(injector, scenario(KILL, FREEZE, EMPTY))
-
-
-# -- the command ----------------------------------------------------------------------------------
-
-GOOD = """
-about = "a learner dies"
-duration_s = 30
-[steady]
-expired = 0
-[[faults]]
-fault = "kill"
-who = "learner-1"
-at_s = [2]
-"""
-
-
-@pytest.fixture
-def at_world(monkeypatch: pytest.MonkeyPatch, injector: WorldInjector) -> WorldInjector:
-    """The command works on a world of a few numbers."""
-    monkeypatch.setattr(chaos, "_make_injector", lambda *_: injector)
-
-    def make_world(interruption: Interruption) -> World:
-        return World(
-            say=click.echo,
-            sleep=injector.world.sleep,
-            interruption=interruption,
-        )
-
-    monkeypatch.setattr(chaos, "_make_world", make_world)
-    return injector
-
-
-def invoke(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(chaos.command, arguments, standalone_mode=False)
-    if result.exception is not None:
-        raise result.exception
-    return result.return_value, result.output
-
-
-def test_the_command_writes_the_result_and_its_exit_code_is_the_verdict(
-    at_world: WorldInjector, tmp_path: Path
-) -> None:
-    file, out = tmp_path / "mine.toml", tmp_path / "out"
-    file.write_text(GOOD)
-    code, output = invoke("run", str(file), "--out", str(out))
-    assert code == 0, output
-    assert {path.name for path in out.iterdir()} == {"chaos.json", "chaos.md", "chaos.png"}
-    assert json.loads((out / "chaos.json").read_text())["verdict"] == "passed"
-    file.write_text(GOOD.replace("expired = 0", "participation = 0.5"))
-    code, output = invoke("run", str(file), "--out", str(out))
-    assert code == 1, "a figure that cannot be told does not hold"
-    assert "BROKEN  participation" in output
-
-
-def test_signals_end_the_command_as_interrupted(at_world: WorldInjector, tmp_path: Path) -> None:
-    file = tmp_path / "mine.toml"
-    file.write_text(GOOD)
-    before = signal.getsignal(signal.SIGTERM)
-    sleep = at_world.world.sleep
-
-    def interrupted(seconds: float) -> None:
-        signal.raise_signal(signal.SIGTERM)
-        sleep(seconds)
-
-    at_world.world.sleep = interrupted  # type: ignore[method-assign]
-    code, output = invoke("run", str(file), "--out", str(tmp_path / "out"))
-    assert code == 143
-    assert "mine: interrupted, by SIGTERM" in output
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_all_scenarios_are_known_by_one_word(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--out takes the result of one scenario"):
-        invoke("run", "all", "--out", str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["run", "leader-kil"], ["did you mean leader-kill?"]),
-        (["run", "learner-kill", "--attach", "no-such-run"], ["RUN_NOT_FOUND", "no-such-run"]),
-        (["run", "learner-kill", "--attach", "x", "--injector", "docker"], ["--attach"]),
-        (["run"], ["SCENARIO"]),
-        (["run", "learner-kill", "--out", "."], ["already exists", "--out"]),
-    ],
-)
-def test_mistakes_are_one_line_with_exit_code_64(
-    arguments: list[str],
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as caught:
-        main(["chaos", *arguments])
-    assert caught.value.code == 64
-    [line] = capsys.readouterr().err.splitlines()
-    for word in words:
-        assert word in line
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_machine_without_an_engine_is_told_so_in_one_line(tmp_path: Path) -> None:
-    """In a process of its own: the SDK leaves a socket behind where it cannot connect."""
-    command = ("chaos", "run", "leader-kill", "--injector", "docker")
-    done = subprocess.run(
-        [sys.executable, "-m", "diloco_fleet.cli", *command],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=150,
-        env={**os.environ, "DOCKER_HOST": f"unix://{tmp_path}/no-engine.sock"},
-    )  # fmt: skip
-    assert done.returncode == 64, done.stderr
-    [line] = done.stderr.splitlines()
-    assert line.startswith("error: ENGINE_UNAVAILABLE: the container engine does not answer")

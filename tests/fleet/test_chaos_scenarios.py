@@ -15,7 +15,12 @@ from diloco_fleet.chaos.own_fleet import resolve_shape
 from diloco_fleet.chaos.scenario import FaultKind, Scenario
 from diloco_fleet.chaos.scenario_file import SHIPPED, load_scenario, parse_scenario
 from diloco_fleet.chaos.schedule import draw_schedule
-from diloco_fleet.chaos.targets import check_exists, check_target, resolve_target
+from diloco_fleet.chaos.targets import (
+    check_exists,
+    check_target,
+    resolve_groups,
+    resolve_target,
+)
 
 GOOD = """
 about = "a learner dies"
@@ -40,6 +45,12 @@ def parse(text: str, *, short: bool = False) -> Scenario:
 def changed(old: str, new: str) -> str:
     assert old in GOOD
     return GOOD.replace(old, new)
+
+
+def cut(between: str) -> str:
+    """A partition between groups."""
+    lasting = changed('"kill"', f'"partition"\nbetween = {between}\nduration_s = 3')
+    return lasting.replace('who = "random learner"\n', "")
 
 
 @pytest.mark.parametrize("short", [False, True])
@@ -84,6 +95,21 @@ def test_the_short_form_replaces_keys() -> None:
         (changed("random learner", "the donor"), ["donor", "mid_recovery"]),
         (changed("at_s = [10, 20]", "mtbf_s = 3\nat_s = [10, 20]"), ["give one of"]),
         (changed("at_s = [10, 20]", "at_s = [10, 70]"), ["70 s is after its end"]),
+        (changed("at_s = [10, 20]", "first_s = 1\nat_s = [10, 20]"), ["first_s", "no use"]),
+        (changed("at_s = [10, 20]", "at_s = [nan]"), ["at_s is nan"]),
+        (changed("at_s = [10, 20]", "at_s = [-1]"), ["at_s is -1"]),
+        (changed("at_s = [10, 20]", f"at_s = [1{'0' * 400}]"), ["more than 64 bits"]),
+        (changed("rounds_lost = 0", f"rounds_lost = 1{'0' * 400}"), ["more than 64 bits"]),
+        (changed("at_s = [10, 20]", "mtbf_s = 0.1").replace("60", "6000"), ["about 60000 strikes"]),
+        (changed("at_s = [10, 20]", f"at_s = {[1] * 10001}"), ["10001 strikes"]),
+        (changed('"kill"', '"clock-skew"\nduration_s = 3\noffset_s = 0'), ["no wrong clock"]),
+        (changed("short = { at_s", "short = { at_z"), ["short: unknown key at_z", "at_s?"]),
+        (cut('["learner-0", "learner-0"]'), ["learner-0 is named twice"]),
+        (cut('["learner-0, redis", "redis, learner-1"]'), ["redis is named twice"]),
+        (cut('["rest, learner-0", "learner-1"]'), ["the rest", "alone"]),
+        (cut('["rest", "rest"]'), ["one group at most"]),
+        (cut('["the donor", "rest"]'), ["donor", "mid_recovery"]),
+        (cut('["learner-0", " , "]'), ["two groups"]),
         (changed("at_s = [10, 20]", "at_s = 10"), ["at_s is 10; expected a list"]),
         (changed("at_s = [10, 20]", 'on = "leader-chang"'), ["leader-change"]),
         (changed('"kill"', '"freeze"'), ["duration_s is missing"]),
@@ -125,6 +151,10 @@ def test_settings_of_the_fleet_are_those_of_diloco_run() -> None:
     wrong = parse(GOOD + "[fleet.run]\nquorun = 2\n").fleet
     with pytest.raises(UsageError, match="did you mean quorum"):
         resolve_shape(wrong, "test", {})
+    for line in ("quorum = { a = 1 }", '"a b\\n" = 1', "quorum = nan"):
+        with pytest.raises(UsageError) as caught:
+            resolve_shape(parse(GOOD + f"[fleet.run]\n{line}\n").fleet, "test", {})
+        assert "[fleet] of the scenario" in caught.value.message, "and no file that is gone"
     own = parse(GOOD + "[fleet.run]\nnum_learners = 2\n").fleet
     with pytest.raises(UsageError, match="scenario's own"):
         resolve_shape(own, "test", {})
@@ -183,6 +213,23 @@ def test_a_target_is_who_it_is_now(target: str, pick: float, found: tuple[str, .
 def test_nobody_leads_and_nobody_follows_while_no_leader_is_known() -> None:
     assert resolve_target("the leader", NAMES, None, 0.0) == ()
     assert resolve_target("the follower", NAMES, None, 0.0) == ()
+
+
+@pytest.mark.parametrize(
+    ("groups", "found"),
+    [
+        ([["random learner", "random learner"]], (("learner-0", "learner-1"),)),
+        ([["random learner"], ["learner-0"]], (("learner-1",), ("learner-0",))),
+        ([["every learner"], ["learner-1"]], (("learner-0", "learner-10"), ("learner-1",))),
+        ([["the follower", "random learner"], ["rest"]], (("synchronizer-0", "learner-0"), ())),
+        ([["the leader", "learner-7"], ["redis"]], ((), ("redis",))),
+        ([["the leader"], ["synchronizer-1"]], (("synchronizer-1",), ())),
+    ],
+)
+def test_nobody_is_on_both_sides_and_a_group_is_whole_or_nobody(
+    groups: list[list[str]], found: tuple[tuple[str, ...], ...]
+) -> None:
+    assert resolve_groups(groups, NAMES, "synchronizer-1", 0.0) == found
 
 
 @pytest.mark.parametrize("target", ["learner-7", "the follower", "redis"])

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.proofs.storm import loss_at, loss_by_tokens, scenario
 from diloco_fleet.chaos.own_fleet import resolve_shape
 from diloco_fleet.chaos.schedule import draw_schedule
-from diloco_fleet.metrics import Evaluation, RunMetrics, Step
+from diloco_fleet.metrics import Evaluation, Round, RunMetrics, Step
 
 
 def step(time: float) -> Step:
@@ -16,12 +16,21 @@ def step(time: float) -> Step:
     )
 
 
-def test_a_loss_belongs_to_the_tokens_of_all_learners_until_then() -> None:
+def committed(global_step: int, time: float) -> Round:
+    return Round(
+        time=time, global_step=global_step, fragment=0, contributors=(), live=(), tokens=0,
+        measured_h=None, bytes_up=0, bytes_down=0,
+    )  # fmt: skip
+
+
+def test_a_loss_belongs_to_the_tokens_of_all_learners_until_its_copy_was_committed() -> None:
+    """An evaluator that is late makes no loss later, and none better."""
     metrics = RunMetrics(
         steps={"learner-0": (step(1.0), step(2.0)), "learner-1": (step(1.5),)},
+        rounds=(committed(5, 1.6), committed(9, 8.0)),
         evaluations=tuple(
-            Evaluation(time=time, global_step=0, loss=loss)
-            for time, loss in ((0.5, 5.0), (1.7, 4.0), (9.0, 3.0))
+            Evaluation(time=time, global_step=global_step, loss=loss)
+            for time, global_step, loss in ((1.9, 0, 5.0), (2.9, 5, 4.0), (9.0, 9, 3.0))
         ),
     )
     assert loss_by_tokens(metrics) == [(0.0, 5.0), (20.0, 4.0), (30.0, 3.0)]
