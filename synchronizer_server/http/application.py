@@ -13,7 +13,7 @@ from aiohttp import web
 
 from decoupled_diloco.channel import Address, is_loopback
 from decoupled_diloco.errors import UsageError
-from synchronizer_server.http.feed import Feed, Sparing
+from synchronizer_server.http.feed import Feed, Look, Sparing
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,8 @@ class Limits:
         max_connections: at once; the next ones are closed unheard.
         max_viewers: kept informed at once; the next ones are refused.
         request_s: how long a request and its answer may take, where nobody stays.
-        slow_s: how long a viewer may take to receive what it is sent.
+        slow_s: how long a viewer may take to receive a look.
+        slow_bytes_per_s: how fast it is to be at least with a large one.
         pause_s: shortest time between two looks, for all of them together.
     """
 
@@ -64,6 +65,7 @@ class Limits:
     max_viewers: int = 64
     request_s: float = 30.0
     slow_s: float = 5.0
+    slow_bytes_per_s: float = 50_000.0
     pause_s: float = 1.0
 
 
@@ -155,7 +157,7 @@ class Pages:
         return web.Response(body=seen.body, content_type="application/json")
 
     async def _scrape(self, _: web.Request) -> web.Response:
-        body, content_type = self._metrics.get()
+        body, content_type = await self._metrics.get()
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -194,13 +196,16 @@ class Pages:
         while (seen := await self._feed.after(number)) is not None:
             number = seen.number
             try:
-                async with asyncio.timeout(self._limits.slow_s):
+                async with asyncio.timeout(self._patience_s(seen)):
                     await response.write(seen.event)
             except TimeoutError:
                 # Not closed but cut: what waits to be sent would keep the connection for ever.
                 if request.transport is not None:
                     request.transport.abort()
                 return
+
+    def _patience_s(self, seen: Look) -> float:
+        return max(self._limits.slow_s, len(seen.event) / self._limits.slow_bytes_per_s)
 
 
 def _asset(body: bytes, content_type: str) -> Handler:

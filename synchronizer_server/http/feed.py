@@ -40,27 +40,36 @@ class Sparing(Generic[T]):
     """Has something made when it is asked for, and repeats it for a while.
 
     Args:
-        make: makes it, in the event loop.
+        look: takes what it is made of, in the event loop; what it returns makes it, in a thread.
         pause_s: shortest time between two of them.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, make: Callable[[], T], pause_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        look: Callable[[], Callable[[], T]],
+        pause_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._make = make
+        self._look = look
         self._pause_s = pause_s
         self._clock = clock
-        self._made: tuple[T, float] | None = None
+        self._work: asyncio.Task[T] | None = None
+        self._next_at = clock()
 
-    def get(self) -> T:
-        """Returns the last one where it is recent, else a new one."""
+    async def get(self) -> T:
+        """Returns the last one where it is recent, or under way, else a new one."""
+        if self._work is None or (self._work.done() and self._clock() >= self._next_at):
+            self._work = asyncio.get_running_loop().create_task(self._make())
+        # Whoever goes away meanwhile takes it from nobody.
+        return await asyncio.shield(self._work)
+
+    async def _make(self) -> T:
         begun = self._clock()
-        if self._made is not None and begun < self._made[1]:
-            return self._made[0]
-        made = self._make()
+        finish = self._look()
         cost_s = self._clock() - begun
-        self._made = (made, begun + cost_s + max(self._pause_s, cost_s / _MAX_LOAD))
+        made = await asyncio.to_thread(finish)
+        self._next_at = begun + cost_s + max(self._pause_s, cost_s / _MAX_LOAD)
         return made
 
 
@@ -126,9 +135,12 @@ class Feed:
             begun = self._clock()
             seen = look(self._sources)
             cost_s = self._clock() - begun
-            body = await asyncio.to_thread(encode, self._sources, seen, self.pause_s)
-            self.pause_s = max(self._shortest_s, cost_s / _MAX_LOAD, len(body) / _MAX_BYTES_PER_S)
-            self._next_at = self._clock() + self.pause_s
+            body = await asyncio.to_thread(encode, self._sources, seen)
+            pause_s = max(self._shortest_s, cost_s / _MAX_LOAD, len(body) / _MAX_BYTES_PER_S)
+            self.pause_s = pause_s
+            self._next_at = self._clock() + pause_s
+            # How long the next look is away follows from what this one was.
+            body = b'{"pause_s":%.3f,%b' % (pause_s, body[1:])
             event = b"event: status\ndata: %b\n\n" % body
             self._newest = Look(self._newest.number + 1, body, event)
         finally:
