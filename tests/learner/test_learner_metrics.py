@@ -15,7 +15,7 @@ import urllib.request
 
 import pytest
 import torch
-from learner_kit import NAME, make_model
+from learner_kit import NAME, make_model, make_settings
 from prometheus_client.parser import text_string_to_metric_families
 from served_synchronizer import served
 
@@ -134,6 +134,26 @@ def test_nothing_is_served_unless_an_address_is_given():
     with serve_metrics(None, LearnerCollector(NAME, Exchange(NAME), OverheadMeter())) as port:
         assert port is None
     assert LearnerSettings().metrics_address is None
+
+
+def test_a_wait_for_data_is_counted_while_it_lasts():
+    exchange, stop = Exchange(NAME), threading.Event()
+    exchange.data.begin(make_settings(data_mode="leases", data_length=20, data_lease_length=4))
+    collector = LearnerCollector(NAME, exchange, OverheadMeter())
+    thread = threading.Thread(target=lambda: exchange.data.batch(1, give_up=stop.is_set))
+    with serve_metrics("127.0.0.1:0", collector) as port:
+        thread.start()
+        try:
+            seen = [0.0]
+            deadline = time.monotonic() + 20
+            while len(set(seen)) < 4 and time.monotonic() < deadline:
+                seen.append(Scrape(port)("sync_wait_seconds_total", reason="data"))
+        finally:
+            stop.set()
+            thread.join()
+        assert len(set(seen)) == 4, "it goes up, and nothing has come"
+        assert seen == sorted(seen)
+        assert Scrape(port)("sync_wait_seconds_total", reason="data") >= seen[-1]
 
 
 def test_time_without_the_synchronizer_never_goes_back_while_another_thread_reads_it(request):
