@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import PurePath
 from typing import Final
 
 from aiohttp import web
@@ -20,14 +21,10 @@ logger = logging.getLogger(__name__)
 _RETRY_S: Final = 2
 
 _TYPES: Final = {
-    "index.html": "text/html",
-    "page.js": "text/javascript",
-    "sections.js": "text/javascript",
-    "dom.js": "text/javascript",
-    "curve.js": "text/javascript",
-    "words.js": "text/javascript",
-    "page.css": "text/css",
-    "icon.svg": "image/svg+xml",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
 }
 _HEADERS: Final = {
     # Everything comes from here; no script, style or frame that the page does not bring along, and
@@ -109,10 +106,10 @@ class Pages:
         """Returns the application that serves them."""
         application = web.Application(middlewares=[self._guard])
         application.on_response_prepare.append(_secure)
-        folder = resources.files(__package__) / "assets"
-        for name, content_type in _TYPES.items():
-            path = "/" if name == "index.html" else f"/{name}"
-            application.router.add_get(path, _asset((folder / name).read_bytes(), content_type))
+        for asset in (resources.files(__package__) / "assets").iterdir():
+            path = "/" if asset.name == "index.html" else f"/{asset.name}"
+            content_type = _TYPES[PurePath(asset.name).suffix]
+            application.router.add_get(path, _asset(asset.read_bytes(), content_type))
         application.router.add_get("/status.json", self._status)
         application.router.add_get("/events", self._events)
         application.router.add_get("/metrics", self._scrape)
