@@ -14,7 +14,7 @@ from aiohttp import web
 
 from decoupled_diloco.channel import Address, is_loopback
 from decoupled_diloco.errors import UsageError
-from synchronizer_server.http.feed import Feed, Look, Sparing
+from synchronizer_server.http.feed import GZIP_HEADER, Feed, Sparing, pack
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +170,9 @@ class Pages:
                 headers={"Retry-After": str(_RETRY_S)},
             )
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
+        is_packed = "gzip" in request.headers.get("Accept-Encoding", "")
+        if is_packed:
+            headers["Content-Encoding"] = "gzip"
         if request.method == "HEAD":
             return web.Response(headers=headers)
         response = web.StreamResponse(headers=headers)
@@ -178,7 +181,7 @@ class Pages:
         self._stays(request)
         try:
             await response.prepare(request)
-            await self._tell(request, response)
+            await self._tell(request, response, is_packed=is_packed)
         except ConnectionError:
             pass  # it went away
         except Exception as error:
@@ -187,22 +190,24 @@ class Pages:
             self.num_viewers -= 1
         return response
 
-    async def _tell(self, request: web.Request, response: web.StreamResponse) -> None:
-        await response.write(b"retry: %d\n\n" % (_RETRY_S * 1000))
+    async def _tell(
+        self, request: web.Request, response: web.StreamResponse, *, is_packed: bool
+    ) -> None:
+        first = b"retry: %d\n\n" % (_RETRY_S * 1000)
+        await response.write(GZIP_HEADER + pack(first) if is_packed else first)
         number = 0
         while (seen := await self._feed.after(number)) is not None:
             number = seen.number
+            said = seen.packed if is_packed else seen.event
+            limit_s = max(self._limits.slow_s, len(said) / self._limits.slow_bytes_per_s)
             try:
-                async with asyncio.timeout(self._patience_s(seen)):
-                    await response.write(seen.event)
+                async with asyncio.timeout(limit_s):
+                    await response.write(said)
             except TimeoutError:
                 # Not closed but cut: what waits to be sent would keep the connection for ever.
                 if request.transport is not None:
                     request.transport.abort()
                 return
-
-    def _patience_s(self, seen: Look) -> float:
-        return max(self._limits.slow_s, len(seen.event) / self._limits.slow_bytes_per_s)
 
 
 def _asset(body: bytes, content_type: str) -> Handler:

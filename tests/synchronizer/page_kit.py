@@ -28,11 +28,16 @@ MOMENT_S = 0.02
 
 
 class Viewer:
-    """Somebody with a browser of no kind."""
+    """Somebody with a browser of no kind.
+
+    Attributes:
+        board: what is looked at, where it is a fleet.
+    """
 
     def __init__(
         self, session: aiohttp.ClientSession, open_page: Callable[[str], StatusPage]
     ) -> None:
+        self.board = Switchboard()
         self.session = session
         self._open_page = open_page
         self.page = open_page("127.0.0.1:0")
@@ -126,6 +131,7 @@ async def shown(
         source = Source(status=board.status, engine=lambda: fleet.engine)
         sources = sources_of(source, history, store, metrics=Metrics(source).look, **(more or {}))
         async with looking_at(sources, **(limits or {})) as viewer:
+            viewer.board = board
             yield fleet, viewer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.plain import to_plain
 from synchronizer_server.http.facts import FORMAT, Sources
+from synchronizer_server.http.feed import GZIP_HEADER
 from synchronizer_server.http.history import History
 from synchronizer_server.http.listener import StatusPage
 from synchronizer_server.membership import RedisClient
@@ -88,6 +90,28 @@ async def test_changes_are_told_while_they_happen(tmp_path: Path) -> None:
                 if facts["status"]["global_step"] == 1:
                     break
         assert facts["time"] > before["time"]
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip", "br, gzip;q=0.5"])
+async def test_whoever_can_unpack_is_sent_less(encoding: str, tmp_path: Path) -> None:
+    history = History()
+    for i in range(60):
+        history.take("quorum", {"quorum": i, "before": 0})
+    sources = sources_of(Switchboard(), history, tmp_path)
+    async with (
+        looking_at(sources, pause_s=0.1) as viewer,
+        viewer.ask("events", headers={"Accept-Encoding": encoding}) as answer,
+    ):
+        assert ("gzip" in encoding) is (answer.headers.get("Content-Encoding") == "gzip")
+        stream = messages(answer)
+        first, second = await anext(stream), await anext(stream)
+        assert second["time"] > first["time"]
+        assert len(first["events"]) == len(second["events"]) == 60
+        first_seen = await viewer.page.feed.newest()
+    assert first_seen is not None
+    assert len(first_seen.packed) < len(first_seen.event) / 4
+    whole = zlib.decompressobj(wbits=31).decompress(GZIP_HEADER + 2 * first_seen.packed)
+    assert whole == 2 * first_seen.event, "what was packed alone can be read after anything"
 
 
 async def test_all_viewers_share_one_look(tmp_path: Path) -> None:
