@@ -17,8 +17,7 @@ from synchronizer_server.http.facts import FORMAT, Sources
 from synchronizer_server.http.feed import GZIP_HEADER
 from synchronizer_server.http.history import History
 from synchronizer_server.http.listener import StatusPage
-from synchronizer_server.membership import RedisClient
-from synchronizer_server.metrics import Exposition, Source
+from synchronizer_server.metrics import Exposition
 from synchronizer_server.service.switchboard import Switchboard
 from tests.synchronizer.fake_learner import PATIENCE_S, make_settings, until
 from tests.synchronizer.node_kit import keeping
@@ -220,64 +219,6 @@ async def test_the_page_needs_nothing_from_elsewhere() -> None:
         assert set(found) <= {"http://www.w3.org/2000/svg"}, path
 
 
-def colors(scheme: str) -> dict[str, tuple[float, ...]]:
-    """The colours of a scheme, red, green and blue from 0 to 1."""
-    css = (ROOT / "synchronizer_server/http/assets/page.css").read_text()
-    blocks = re.findall(r"(?s):root \{(.*?)\}", css)
-    found = {}
-    for block in blocks[: 1 if scheme == "light" else 2]:
-        for name, value in re.findall(r"--([\w-]+): #([0-9a-f]{6});", block):
-            found[name] = tuple(int(value[i : i + 2], 16) / 255 for i in (0, 2, 4))
-    return found
-
-
-def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """By the rules of WCAG 2."""
-    light = []
-    for color in (one, other):
-        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in color]
-        light.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
-    return (max(light) + 0.05) / (min(light) + 0.05)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_everything_can_be_read_in_both_schemes_and_while_nothing_comes(scheme: str) -> None:
-    css = (ROOT / "synchronizer_server/http/assets/page.css").read_text()
-    (opacity,) = map(float, re.findall(r"\.stale .*opacity: ([\d.]+)", css))
-    known = colors(scheme)
-    pairs = [
-        (text, back)
-        for text in ("text", "soft", "accent", "good", "warning", "bad")
-        for back in ("page", "card", "raised")
-    ] + [("good", "good-back"), ("bad", "bad-back")]
-    for text, back in pairs:
-        assert contrast(known[text], known[back]) >= 4.5, (text, back)
-    for text in ("text", "soft"):
-        faded = [
-            tuple(
-                opacity * x + (1 - opacity) * y
-                for x, y in zip(known[c], known["page"], strict=True)
-            )
-            for c in (text, "card")
-        ]
-        assert contrast(*faded) >= 4.5, f"{text}, faded"
-
-
-async def test_every_table_and_section_says_what_it_is() -> None:
-    page = (ROOT / "synchronizer_server/http/assets/index.html").read_text()
-    ids = re.findall(r'\bid="([\w-]+)"', page)
-    assert len(ids) == len(set(ids))
-    for tag in ("section", "table", "ol", "svg"):
-        for attributes in re.findall(rf"<{tag}\b([^>]*)>", page):
-            if tag == "ol" and "tabindex" not in attributes:
-                continue
-            (label,) = re.findall(r'aria-labelledby="([^"]+)"', attributes)
-            assert set(label.split()) <= set(ids), attributes
-    scripts = (ROOT / "synchronizer_server/http/assets").glob("*.js")
-    asked = {x for path in scripts for x in re.findall(r'byId\("([\w-]+)"\)', path.read_text())}
-    assert asked <= set(ids), "the page has what its scripts fill"
-
-
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "10.0.0.1", "[::2]:80", ""])
 async def test_a_name_from_elsewhere_that_leads_here_is_refused(host: str, tmp_path: Path) -> None:
     async with looking_at(sources_of(Switchboard(), History(), tmp_path)) as viewer:
@@ -341,97 +282,6 @@ async def test_a_failure_of_the_page_is_said_once_and_does_not_last(
         assert caplog.text.count("the status page cannot show what it should") == 1
         board.follower_status = good
         assert (await viewer.facts())["status"]["role"] == ""
-
-
-@pytest.mark.parametrize(
-    ("trouble", "answers", "state", "detail"),
-    [
-        (None, None, "unknown", ""),
-        ("", True, "working", ""),
-        ("timed out", False, "failing", "timed out"),
-        ("", False, "failing", "its answers are not ours"),
-        # The last call went well, or ill, but what is asked every second says how it is.
-        ("one of many", True, "working", ""),
-    ],
-)
-async def test_redis_is_shown_without_its_password(
-    trouble: str | None, answers: bool | None, state: str, detail: str, tmp_path: Path
-) -> None:
-    redis = RedisClient("redis://:secret@localhost:7001", "run")
-    redis.trouble = trouble
-    source = Source(keeper_answers=lambda: answers)
-    async with looking_at(sources_of(source, History(), tmp_path, redis=redis)) as viewer:
-        facts = await viewer.facts()
-    assert facts["redis"] == {"address": "localhost:7001", "state": state, "detail": detail}
-    await redis.aclose()
-
-
-def value(exposition: str, name: str) -> float:
-    (line,) = re.findall(rf"(?m)^{name} (.*)$", exposition)
-    return float(line)
-
-
-@pytest.mark.parametrize(
-    ("store", "membership"),
-    [(None, None), (Reason.DISK_FULL, None), (None, Reason.MEMBERSHIP_UNAVAILABLE)],
-)
-async def test_page_and_metrics_say_the_same_of_what_fails(
-    store: Reason | None, membership: Reason | None, tmp_path: Path
-) -> None:
-    """Each fact is kept once, and both read it there."""
-    redis = RedisClient("localhost:7001", "run")
-    redis.trouble = ""
-    async with shown(tmp_path, more={"redis": redis}) as (fleet, viewer):
-        vitals = fleet.engine.vitals
-        vitals.store_failure, vitals.membership_failure = store, membership
-        facts = await viewer.facts()
-        _, text = await viewer.get("metrics")
-    await redis.aclose()
-    assert facts["store"]["reason"] == str(store or "")
-    assert facts["redis"]["detail"] == str(membership or "")
-    for name, state in (("store", facts["store"]), ("membership", facts["redis"])):
-        assert state["state"] == ("working" if value(text, f"diloco_{name}_up") else "failing")
-
-
-async def test_page_and_metrics_say_the_same_of_the_last_round(tmp_path: Path) -> None:
-    async with shown(tmp_path, settings=make_settings(num_learners=1)) as (fleet, viewer):
-        assert (await viewer.facts())["published_s"] is None, "none in this term"
-        (a,) = await fleet.seeded("a")
-        await a.turn()
-        await fleet.committed_is(1)
-        fleet.engine.vitals.published_at -= 500.0
-        facts = await viewer.facts_when(lambda x: x["published_s"] is not None)
-        _, text = await viewer.get("metrics")
-    assert 500.0 <= facts["published_s"] <= value(text, "diloco_round_age_seconds")
-
-
-async def test_who_follows_claims_nothing_of_a_store_that_it_led_with(tmp_path: Path) -> None:
-    history = History()
-    history.take("persist_failed", {"global_step": 7, "reason": "DISK_FULL"})
-    async with looking_at(sources_of(Source(), history, tmp_path)) as viewer:
-        facts = await viewer.facts()
-    assert (facts["store"]["state"], facts["store"]["reason"]) == ("unknown", "")
-    assert facts["published_s"] is None
-
-
-async def test_a_process_that_ends_says_what_it_did_up_to_the_end(tmp_path: Path) -> None:
-    async with keeping(tmp_path) as keeper:
-        process, _ = keeper.process("alone")
-        keeper.names(process)
-        keeper.start(process)
-        await until(lambda: process.leads)
-        async with shown_process(process, tmp_path) as viewer:
-            assert (await viewer.facts())["store"]["state"] == "working"
-            process.stopping.set()
-            await asyncio.wait(keeper.tasks)
-            facts = await viewer.facts_when(lambda x: x["status"]["state"] == "draining")
-            assert facts["store"]["state"] == "working"
-            async with asyncio.timeout(PATIENCE_S):
-                while value((await viewer.get("metrics"))[1], "diloco_leader"):
-                    pass
-            _, text = await viewer.get("metrics")
-            assert 'diloco_run_state{state="draining"} 1.0' in text
-            assert value(text, "diloco_store_up") == 1, "counters keep their last values"
 
 
 def page_at(address: str, store: Path, **more: Any) -> StatusPage:
