@@ -107,6 +107,7 @@ class LeasedData:
         self._waits_for = ""
         self._num_leases = self._num_samples = self._num_lost = self._num_waits = 0
         self._wait_s = 0.0
+        self._waits_since: float | None = None
         self._orders: tuple[tuple[int, int], list[int]] = ((-1, 0), [])
 
     # -- what a training loop calls --------------------------------------------------------------
@@ -147,7 +148,6 @@ class LeasedData:
             UsageError, DilocoError: as ``indices``.
         """
         self._check(shuffle_seed)
-        began: float | None = None
         try:
             while not self._is_over():
                 taken = self.take(num_samples, shuffle_seed=shuffle_seed)
@@ -155,16 +155,15 @@ class LeasedData:
                     return taken
                 if give_up is not None and give_up():
                     return None
-                if began is None:
-                    began = time.monotonic()
                 with self._lock:
+                    if self._waits_since is None:
+                        self._waits_since = time.monotonic()
                     if not self._has(num_samples):
                         self._lock.wait(_POLL_S)
             return None
         finally:
-            if began is not None:
-                with self._lock:
-                    self._wait_s += time.monotonic() - began
+            with self._lock:
+                self._wait_s, self._waits_since = self._waited_s(), None
 
     def take(self, num_samples: int, *, shuffle_seed: int | None = None) -> list[Index] | None:
         """As ``batch``, but never waits: None where so many samples are not there.
@@ -202,9 +201,14 @@ class LeasedData:
                 num_samples=self._num_samples,
                 num_lost=self._num_lost,
                 num_waits=self._num_waits,
-                wait_s=self._wait_s,
+                wait_s=self._waited_s(),
                 waits_for=self._waits_for,
             )
+
+    def _waited_s(self) -> float:
+        """With the wait under way, which may be the one that never ends."""
+        since = self._waits_since
+        return self._wait_s + (0.0 if since is None else time.monotonic() - since)
 
     def _check(self, shuffle_seed: int | None) -> None:
         failure = self._failure()

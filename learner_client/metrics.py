@@ -9,10 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import socket
+import socketserver
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -26,6 +31,11 @@ from learner_client.status import status_of
 from learner_client.transport.calls import num_calls
 
 _LOG = logging.getLogger("learner_client")
+
+_MOST_AT_ONCE: Final = 8
+_SILENT_S: Final = 5.0
+_REQUEST_S: Final = 10.0
+"""How long a request may take with its answer, where another one wants its place."""
 
 TABLE: Final[tuple[MetricSpec, ...]] = (
     BUILD_INFO,
@@ -152,9 +162,12 @@ def serve_metrics(
     registry.register(collector)
     ProcessCollector(registry=registry)
     try:
-        server, thread = start_http_server(target.port, target.host, registry)
+        server = _Server(target)
     except OSError as error:
         raise _not_bound(target) from error
+    server.set_app(make_wsgi_app(registry))
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     _LOG.info("metrics on http://%s/metrics", Address(target.host, server.server_port))
     try:
         yield server.server_port
@@ -162,6 +175,66 @@ def serve_metrics(
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+_Request = socket.socket | tuple[bytes, socket.socket]
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """Answers scrapes in threads, few at a time: they take memory and time from training.
+
+    Args:
+        address: where it listens; port 0 takes any.
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, address: Address) -> None:
+        self._open: dict[_Request, float] = {}
+        self._lock = threading.Lock()
+        self.address_family, *_, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        super().__init__((str(where[0]), address.port), _Handler)
+
+    def server_bind(self) -> None:
+        """Takes the port, without a look for the name of this machine, which may take long."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = "localhost", self.socket.getsockname()[1]
+        self.setup_environ()
+
+    def process_request(self, request: _Request, client_address: object) -> None:
+        """Begins to answer, where few are answered; whoever takes too long makes room."""
+        now = time.monotonic()
+        with self._lock:
+            is_full = len(self._open) >= _MOST_AT_ONCE
+            if not is_full:
+                self._open[request] = now
+            else:
+                for late, begun in self._open.items():
+                    if now - begun > _REQUEST_S and isinstance(late, socket.socket):
+                        with contextlib.suppress(OSError):
+                            late.shutdown(socket.SHUT_RDWR)
+        if is_full:
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: _Request) -> None:
+        """A request is over."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: _Request, client_address: object) -> None:
+        """Whoever goes away meanwhile is no news."""
+        _LOG.debug("metrics: a request failed", exc_info=True)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SILENT_S
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A scrape is no news."""
 
 
 def _not_bound(address: Address) -> UsageError:

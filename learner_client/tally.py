@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,23 +10,32 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class OfflineTime:
-    """How long the synchronizer was away, in all; from when it first answered."""
+    """How long the synchronizer was away, in all; from when it first answered.
+
+    One thread tells it, others read: what they see never goes back.
+    """
 
     _seconds: float = 0.0
     _since: float | None = None
     _was_online: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def heed(self, *, online: bool) -> None:
         """Takes whether it answers now."""
-        self._was_online = self._was_online or online
-        if online:
-            self._seconds, self._since = self.seconds, None
-        elif self._was_online and self._since is None:
-            self._since = time.monotonic()
+        with self._lock:
+            self._was_online = self._was_online or online
+            if online:
+                self._seconds, self._since = self._until_now(), None
+            elif self._was_online and self._since is None:
+                self._since = time.monotonic()
 
     @property
     def seconds(self) -> float:
         """Seconds up to now."""
+        with self._lock:
+            return self._until_now()
+
+    def _until_now(self) -> float:
         since = self._since
         return self._seconds + (0.0 if since is None else time.monotonic() - since)
 

@@ -29,7 +29,7 @@ from synchronizer_server.streams import ReportStream
 from synchronizer_server.tensors import TensorBook
 from synchronizer_server.tickets import TicketDesk
 from synchronizer_server.updates import UpdateBook
-from synchronizer_server.vitals import Vitals
+from synchronizer_server.vitals import Before, Vitals
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Engine:
         self.limits = StreamLimits()
         self.roll_backs = RollBacks()
         self.ledger = Ledger()
-        self.vitals = Vitals()
+        self.vitals = Vitals(Before.of(parts.core.state))
         self.rounds = RoundWork(parts, self.ledger, self.vitals, self.handle)
         self.relays = RelayDesk(self.tell, parts.journal)
         self.snapshots = SnapshotDesk(

@@ -1,8 +1,8 @@
 """Every metric that a synchronizer exports; what a learner says of itself is in `learner_client`.
 
 A series with the label ``learner`` ends when the learner has left, or `FORGOTTEN_S` after it was
-last heard: ids may come and never return, and nobody's may be kept for ever. Where somebody joins
-under ever new ids, beyond `MOST_LEARNERS` those are exported that were heard last.
+last heard: ids may come and never return, and nobody's may be kept for ever. Of more than
+`MOST_LEARNERS`, those that have series keep them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ _TRAFFIC: Final = (
 _LEARNERS: Final = (
     gauge("diloco_learners", "Learners by state; dead ones stay in it.", "state"),
     gauge("diloco_quarantined_learners", "Learners that are left out for a while."),
-    counter("diloco_tokens_total", "Tokens that learners reported, over all lives."),
+    counter("diloco_tokens_total", "Tokens that learners reported."),
     counter("diloco_merged_tokens_total", "Tokens merged; each counts once per fragment."),
     gauge("diloco_heartbeat_age_seconds", "Since a learner was last heard.", "learner"),
     gauge(

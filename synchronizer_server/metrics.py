@@ -7,11 +7,11 @@ process that follows exports what it knows of itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
@@ -25,28 +25,32 @@ from synchronizer_server.engine import Engine
 from synchronizer_server.metric_table import FORGOTTEN_S, MOST_LEARNERS, TABLE
 from synchronizer_server.node import Node
 from synchronizer_server.service.switchboard import Switchboard
-from synchronizer_server.status import status_message
+from synchronizer_server.vitals import Before
 
 STATES: Final = ("starting", "seeding", "running", "draining", "complete", "following")
 """What a synchronizer does; see ``GetStatusResponse.state``."""
 
 _HAS_LEFT: Final = frozenset(str(x) for x in LearnerState if x.has_left)
 
+Exposition = tuple[bytes, str]
+"""What a scrape is answered with: body and content type."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where the values come from.
+    """Where the values come from; the status page asks the same.
 
     Attributes:
         run_id: the run; empty before it is known.
-        engine: the engine of a process that leads; None while it does not.
-        follower_status: status of a process that does not lead.
+        status: what this process sees, whatever it is.
+        engine: the engine of a process that leads, or has led until it was told to end; None where
+            nothing is served.
         keeper_answers: whether the keeper of the lease answers; None where there is none.
     """
 
     run_id: str = ""
+    status: Callable[[], pb.GetStatusResponse] = pb.GetStatusResponse
     engine: Callable[[], Engine | None] = lambda: None
-    follower_status: Callable[[], pb.GetStatusResponse] = pb.GetStatusResponse
     keeper_answers: Callable[[], bool | None] = lambda: None
 
 
@@ -59,75 +63,109 @@ def source_of(node: Node, board: Switchboard, election: Election | None, run_id:
         election: None where no other synchronizer can lead.
         run_id: the run.
     """
+    served: Engine | None = None
+
+    def engine() -> Engine | None:
+        """The one whose status is served: up to the last word of a process that ends."""
+        nonlocal served
+        if node.assembled is not None:
+            served = node.assembled.engine
+        if board.admin is None:
+            served = None
+        return served
+
     return Source(
         run_id=run_id,
-        engine=lambda: None if node.assembled is None else node.assembled.engine,
-        follower_status=board.follower_status,  # set by its node
+        status=board.status,
+        engine=engine,
         keeper_answers=lambda: None if election is None else election.leadership.keeper_answers,
     )
 
 
-class SynchronizerCollector(Collector):
-    """Fills a sheet whenever somebody scrapes; in the event loop of the synchronizer.
+class Metrics:
+    """The metrics of one synchronizer process, and those of any process: memory, time, files.
 
-    Attributes:
+    Args:
         source: where the values come from.
     """
 
     def __init__(self, source: Source) -> None:
-        self.source = source
+        self._source = source
+        self._process = ProcessCollector(registry=None)
+        self._shown: frozenset[str] = frozenset()
 
-    def describe(self) -> Iterable[Metric]:
-        """Names and types, without values."""
-        return Sheet(TABLE).families()
+    def look(self) -> Callable[[], Exposition]:
+        """Takes the values as of now, in the event loop of the synchronizer.
 
-    def collect(self) -> Iterable[Metric]:
-        """All metrics as of now."""
-        sheet, source = Sheet(TABLE), self.source
+        Returns:
+            What makes the answer of it; a thread may do that, but one at a time.
+        """
+        source, sheet = self._source, Sheet(TABLE)
         sheet.build_info("synchronizer")
         if source.run_id:
             sheet.put("diloco_run_info", 1, run_id=source.run_id)
         answers = source.keeper_answers()
         if answers is not None:
             sheet.put("diloco_lease_keeper_up", answers)
-        engine = source.engine()
-        status = source.follower_status() if engine is None else status_message(engine, {})
-        _put_process(sheet, status)
+        status, engine = source.status(), source.engine()
+        before = Before()
         if engine is not None:
-            _put_rounds(sheet, status)
-            _put_learners(sheet, status)
-            _put_replication(sheet, status)
-            _put_data(sheet, status.data)
+            before = engine.vitals.before
             _put_engine(sheet, engine)
-        return sheet.families()
+        sheet.put("diloco_leader", engine is not None and not engine.closed)
+
+        def finish() -> Exposition:
+            _put_process(sheet, status)
+            if status.role == "leading":
+                _put_rounds(sheet, status, before)
+                _put_learners(sheet, status, before)
+                self._put_shown(sheet, status.learners, before)
+                _put_replication(sheet, status)
+                _put_data(sheet, status.data, before)
+            families = [*sheet.families(), *self._process.collect()]
+            return generate_latest(_Collected(families)), CONTENT_TYPE_PLAIN_0_0_4
+
+        return finish
+
+    def exposition(self) -> Exposition:
+        """Answers a scrape at once, in the event loop of the synchronizer."""
+        return self.look()()
+
+    def _put_shown(
+        self, sheet: Sheet, learners: Iterable[pb.LearnerStatus], before: Before
+    ) -> None:
+        """Series of single learners.
+
+        Who has series keeps them: with too many learners, those heard last would be others at
+        every scrape, and all of them would come and go.
+        """
+        known = [
+            x for x in learners if x.state not in _HAS_LEFT and x.heard_seconds_ago <= FORGOTTEN_S
+        ]
+        if len(known) > MOST_LEARNERS:
+            known.sort(key=lambda x: (x.learner_id not in self._shown, x.heard_seconds_ago))
+            known = known[:MOST_LEARNERS]
+        self._shown = frozenset(x.learner_id for x in known)
+        for learner in known:
+            _put_learner(sheet, learner, before)
 
 
-class Metrics:
-    """The metrics of one synchronizer process, and those of any process: memory, time, files."""
+class _Collected(Collector):
+    """Metrics that are collected already."""
 
-    def __init__(self) -> None:
-        self._collector = SynchronizerCollector(Source())
-        self._registry = CollectorRegistry()
-        self._registry.register(self._collector)
-        ProcessCollector(registry=self._registry)
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
 
-    def observe(self, source: Source) -> None:
-        """From now on the values come from ``source``."""
-        self._collector.source = source
-
-    def exposition(self) -> tuple[bytes, str]:
-        """What a scrape is answered with: body and content type."""
-        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 def _put_process(sheet: Sheet, status: pb.GetStatusResponse) -> None:
-    leads = status.role == "leading"
-    sheet.put("diloco_leader", leads)
     sheet.put("diloco_term", status.claim.term)
     state = status.state or STATES[0]
     for name in STATES:
         sheet.put("diloco_run_state", name == state, state=name)
-    if leads or status.record_term:
+    if status.role == "leading" or status.record_term:
         sheet.put("diloco_global_step", status.global_step)
         sheet.put("diloco_global_step_target", status.total_global_steps)
     for version in status.versions:
@@ -144,7 +182,7 @@ def _put_process(sheet: Sheet, status: pb.GetStatusResponse) -> None:
         sheet.put("diloco_wait_seconds", seconds, subject=subject, reason=reason)
 
 
-def _put_rounds(sheet: Sheet, status: pb.GetStatusResponse) -> None:
+def _put_rounds(sheet: Sheet, status: pb.GetStatusResponse, before: Before) -> None:
     totals, pace = status.totals, status.pace
     sheet.put("diloco_rounds_total", totals.rounds)
     sheet.put("diloco_rounds_in_flight", len(status.rounds))
@@ -152,7 +190,8 @@ def _put_rounds(sheet: Sheet, status: pb.GetStatusResponse) -> None:
     sheet.put("diloco_round_live_total", totals.live)
     sheet.put("diloco_participation_ratio", totals.participation)
     sheet.put("diloco_measured_sync_interval", totals.measured_h)
-    sheet.put("diloco_merged_tokens_total", totals.tokens_merged)
+    merged = max(totals.tokens_merged - sum(before.merged.values()), 0)
+    sheet.put("diloco_merged_tokens_total", merged)
     sheet.put("diloco_quorum", status.quorum)
     for part, seconds in (
         ("step", pace.step_seconds),
@@ -163,29 +202,28 @@ def _put_rounds(sheet: Sheet, status: pb.GetStatusResponse) -> None:
         sheet.put("diloco_pace_seconds", seconds, part=part)
 
 
-def _put_learners(sheet: Sheet, status: pb.GetStatusResponse) -> None:
+def _put_learners(sheet: Sheet, status: pb.GetStatusResponse, before: Before) -> None:
     learners = status.learners
     by_state = Counter(x.state for x in learners)
     for state in LearnerState:
         sheet.put("diloco_learners", by_state[state], state=str(state))
     sheet.put("diloco_quarantined_learners", sum(bool(x.quarantine) for x in learners))
-    sheet.put("diloco_tokens_total", sum(x.tokens_processed for x in learners))
-    known = [x for x in learners if x.state not in _HAS_LEFT and x.heard_seconds_ago <= FORGOTTEN_S]
-    if len(known) > MOST_LEARNERS:
-        known = sorted(known, key=lambda x: x.heard_seconds_ago)[:MOST_LEARNERS]
-    for learner in known:
-        _put_learner(sheet, learner)
+    reported = sum(x.tokens_processed for x in learners) - sum(before.reported.values())
+    sheet.put("diloco_tokens_total", reported)
 
 
-def _put_learner(sheet: Sheet, learner: pb.LearnerStatus) -> None:
+def _put_learner(sheet: Sheet, learner: pb.LearnerStatus, before: Before) -> None:
     name = learner.learner_id
     for metric, value in (
         ("diloco_heartbeat_age_seconds", learner.heard_seconds_ago),
         ("diloco_versions_behind", learner.versions_behind),
         ("diloco_reported_step", learner.local_step),
         ("diloco_reported_tokens_per_second", learner.tokens_per_second),
-        ("diloco_reported_tokens_total", learner.tokens_processed),
-        ("diloco_contributed_tokens_total", learner.tokens_merged),
+        (
+            "diloco_reported_tokens_total",
+            learner.tokens_processed - before.reported.get(name, 0),
+        ),
+        ("diloco_contributed_tokens_total", learner.tokens_merged - before.merged.get(name, 0)),
         ("diloco_quarantined", bool(learner.quarantine)),
     ):
         sheet.put(metric, value, learner=name)
@@ -218,14 +256,14 @@ def _put_replication(sheet: Sheet, status: pb.GetStatusResponse) -> None:
         sheet.put("diloco_standby_lag_rounds", lag, standby=name)
 
 
-def _put_data(sheet: Sheet, data: pb.DataStatus) -> None:
+def _put_data(sheet: Sheet, data: pb.DataStatus, before: Before) -> None:
     if data.mode != "leases":
         return
     sheet.put("diloco_data_epoch", data.epoch)
     sheet.put("diloco_data_samples", data.num_free, state="free")
     sheet.put("diloco_data_samples", data.num_leased, state="leased")
-    sheet.put("diloco_data_merged_total", data.num_merged)
-    sheet.put("diloco_data_returned_total", data.num_returned)
+    sheet.put("diloco_data_merged_total", data.num_merged - before.data_merged)
+    sheet.put("diloco_data_returned_total", data.num_returned - before.data_returned)
 
 
 def _put_engine(sheet: Sheet, engine: Engine) -> None:
@@ -267,15 +305,3 @@ def _put_snapshots(sheet: Sheet, engine: Engine, now: float) -> None:
         rounds = max(core.state.committed - desk.complete.global_step, 0)
         sheet.put("diloco_snapshot_age_seconds", now - desk.complete_since)
         sheet.put("diloco_snapshot_age_rounds", rounds)
-
-
-PROCESS: Final = Metrics()
-"""The metrics of this process; its server says what they are taken from."""
-
-
-def exposition() -> tuple[bytes, str]:
-    """What a scrape of this process is answered with: body and content type.
-
-    To be called in the event loop of the synchronizer.
-    """
-    return PROCESS.exposition()

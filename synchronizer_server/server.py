@@ -41,7 +41,7 @@ from synchronizer_server.membership import (
     RedisLease,
     RedisMembership,
 )
-from synchronizer_server.metrics import PROCESS, Source, exposition, source_of
+from synchronizer_server.metrics import Metrics, Source, source_of
 from synchronizer_server.node import Node
 from synchronizer_server.peers import PeerAsker
 from synchronizer_server.runner import ThreadRunner
@@ -177,7 +177,7 @@ class Server:
         board = Switchboard()
         node = Node(self._run, self._settings, outside, board, election)
         servers, port = self._servers(board)
-        page = self._page(board, election, port)
+        page = self._page(source_of(node, board, election, self._run.run_id), election, port)
 
         async def serve() -> None:
             for server in servers:
@@ -187,7 +187,6 @@ class Server:
             await self._set_health(serving=True)
 
         loop = asyncio.get_running_loop()
-        PROCESS.observe(source_of(node, board, election, self._run.run_id))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
         ending = asyncio.ensure_future(self._ending())
@@ -201,7 +200,6 @@ class Server:
                 await server.stop(STOP_GRACE_S)
             if page is not None:
                 await page.stop()
-            PROCESS.observe(Source())  # a gRPC server that ends with the interpreter complains
         return EXIT_OK if node.finished else EXIT_DRAINED
 
     async def _ending(self) -> None:
@@ -229,14 +227,14 @@ class Server:
         add_port(plain, self._settings.health_address, insecure=True)
         return [server, plain], port
 
-    def _page(self, board: Switchboard, election: Election | None, port: int) -> StatusPage | None:
+    def _page(self, source: Source, election: Election | None, port: int) -> StatusPage | None:
         settings = self._settings
         if settings.http_address is None:
             return None
         host = parse_address(settings.address).host
         sources = Sources(
-            status=board.status,
-            metrics=exposition,
+            source=source,
+            metrics=Metrics(source).look,
             history=self._history,
             address=settings.advertise or str(Address(host, port)),
             peers=settings.peer_addresses,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -11,6 +12,7 @@ from decoupled_diloco.errors import Reason
 from synchronizer_server import metric_table
 from synchronizer_server.core.effects import RoundSummary
 from synchronizer_server.core.rounds import Round
+from synchronizer_server.core.state import CoreState
 
 _BUCKETS_S: Final = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -18,11 +20,43 @@ _BUCKETS_S: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Before:
+    """What a run had counted when the term began; a counter of the term begins at 0.
+
+    One that began where the record of the round before left it would go back a little with every
+    take-over, and who adds up what it counts would take all of it for new.
+
+    Attributes:
+        reported: tokens that each learner had reported.
+        merged: tokens of each learner that were merged.
+        data_merged: samples merged into every fragment.
+        data_returned: samples that dead learners had given back.
+    """
+
+    reported: Mapping[str, int] = field(default_factory=dict)
+    merged: Mapping[str, int] = field(default_factory=dict)
+    data_merged: int = 0
+    data_returned: int = 0
+
+    @classmethod
+    def of(cls, state: CoreState) -> Before:
+        """What was restored; to be asked before anything happens."""
+        totals = None if state.data is None else state.data.totals
+        return cls(
+            reported={x.learner_id: x.num_tokens for x in state.roster},
+            merged={x.learner_id: x.num_tokens_merged for x in state.roster},
+            data_merged=0 if totals is None else totals.merged,
+            data_returned=0 if totals is None else totals.returned,
+        )
+
+
 @dataclass(slots=True)
 class Vitals:
     """Of one term.
 
     Attributes:
+        before: what was counted already when it began.
         quorum: see `metric_table`, as for the other times.
         grace: grace used.
         merge: outer steps.
@@ -35,6 +69,7 @@ class Vitals:
         membership_failure: why the membership did not answer last; None where it did.
     """
 
+    before: Before = field(default_factory=Before)
     quorum: Histogram = field(default_factory=lambda: metric_table.QUORUM.histogram(_BUCKETS_S))
     grace: Histogram = field(default_factory=lambda: metric_table.GRACE.histogram(_BUCKETS_S))
     merge: Histogram = field(default_factory=lambda: metric_table.MERGE.histogram(_BUCKETS_S))

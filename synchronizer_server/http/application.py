@@ -7,27 +7,24 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import PurePath
 from typing import Final
 
 from aiohttp import web
 
 from decoupled_diloco.channel import Address, is_loopback
 from decoupled_diloco.errors import UsageError
-from synchronizer_server.http.feed import Feed, Sparing
+from synchronizer_server.http.feed import GZIP_HEADER, Feed, Sparing, pack
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = 2
 
 _TYPES: Final = {
-    "index.html": "text/html",
-    "page.js": "text/javascript",
-    "sections.js": "text/javascript",
-    "dom.js": "text/javascript",
-    "curve.js": "text/javascript",
-    "words.js": "text/javascript",
-    "page.css": "text/css",
-    "icon.svg": "image/svg+xml",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
 }
 _HEADERS: Final = {
     # Everything comes from here; no script, style or frame that the page does not bring along, and
@@ -56,7 +53,8 @@ class Limits:
         max_connections: at once; the next ones are closed unheard.
         max_viewers: kept informed at once; the next ones are refused.
         request_s: how long a request and its answer may take, where nobody stays.
-        slow_s: how long a viewer may take to receive what it is sent.
+        slow_s: how long a viewer may take to receive a look.
+        slow_bytes_per_s: how fast it is to be at least with a large one.
         pause_s: shortest time between two looks, for all of them together.
     """
 
@@ -64,6 +62,7 @@ class Limits:
     max_viewers: int = 64
     request_s: float = 30.0
     slow_s: float = 5.0
+    slow_bytes_per_s: float = 50_000.0
     pause_s: float = 1.0
 
 
@@ -107,10 +106,10 @@ class Pages:
         """Returns the application that serves them."""
         application = web.Application(middlewares=[self._guard])
         application.on_response_prepare.append(_secure)
-        folder = resources.files(__package__) / "assets"
-        for name, content_type in _TYPES.items():
-            path = "/" if name == "index.html" else f"/{name}"
-            application.router.add_get(path, _asset((folder / name).read_bytes(), content_type))
+        for asset in (resources.files(__package__) / "assets").iterdir():
+            path = "/" if asset.name == "index.html" else f"/{asset.name}"
+            content_type = _TYPES[PurePath(asset.name).suffix]
+            application.router.add_get(path, _asset(asset.read_bytes(), content_type))
         application.router.add_get("/status.json", self._status)
         application.router.add_get("/events", self._events)
         application.router.add_get("/metrics", self._scrape)
@@ -155,7 +154,7 @@ class Pages:
         return web.Response(body=seen.body, content_type="application/json")
 
     async def _scrape(self, _: web.Request) -> web.Response:
-        body, content_type = self._metrics.get()
+        body, content_type = await self._metrics.get()
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -171,6 +170,9 @@ class Pages:
                 headers={"Retry-After": str(_RETRY_S)},
             )
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
+        is_packed = "gzip" in request.headers.get("Accept-Encoding", "")
+        if is_packed:
+            headers["Content-Encoding"] = "gzip"
         if request.method == "HEAD":
             return web.Response(headers=headers)
         response = web.StreamResponse(headers=headers)
@@ -179,7 +181,7 @@ class Pages:
         self._stays(request)
         try:
             await response.prepare(request)
-            await self._tell(request, response)
+            await self._tell(request, response, is_packed=is_packed)
         except ConnectionError:
             pass  # it went away
         except Exception as error:
@@ -188,14 +190,19 @@ class Pages:
             self.num_viewers -= 1
         return response
 
-    async def _tell(self, request: web.Request, response: web.StreamResponse) -> None:
-        await response.write(b"retry: %d\n\n" % (_RETRY_S * 1000))
+    async def _tell(
+        self, request: web.Request, response: web.StreamResponse, *, is_packed: bool
+    ) -> None:
+        first = b"retry: %d\n\n" % (_RETRY_S * 1000)
+        await response.write(GZIP_HEADER + pack(first) if is_packed else first)
         number = 0
         while (seen := await self._feed.after(number)) is not None:
             number = seen.number
+            said = seen.packed if is_packed else seen.event
+            limit_s = max(self._limits.slow_s, len(said) / self._limits.slow_bytes_per_s)
             try:
-                async with asyncio.timeout(self._limits.slow_s):
-                    await response.write(seen.event)
+                async with asyncio.timeout(limit_s):
+                    await response.write(said)
             except TimeoutError:
                 # Not closed but cut: what waits to be sent would keep the connection for ever.
                 if request.transport is not None:

@@ -13,9 +13,11 @@ from typing import Any, Final
 
 from decoupled_diloco.plain import to_plain
 from decoupled_diloco.v1 import admin_pb2
+from synchronizer_server.engine import Engine
 from synchronizer_server.http.history import History, Remembered
 from synchronizer_server.leadership import Leadership
 from synchronizer_server.membership import RedisClient
+from synchronizer_server.metrics import Exposition, Source
 
 FORMAT: Final = 1
 """Version of the shape; new keys do not change it."""
@@ -26,8 +28,10 @@ class Sources:
     """Where the page gets its facts.
 
     Attributes:
-        status: what this process sees now; asked in the event loop.
-        metrics: what a scrape is answered with, body and content type; asked in the event loop.
+        source: what this process sees now, of which its metrics are made, too; asked in the event
+            loop.
+        metrics: takes the values of a scrape, in the event loop, and returns what makes the answer
+            of them, in a thread.
         history: what it remembers.
         address: where others reach this synchronizer, host:port.
         peers: the same of the other synchronizers.
@@ -37,8 +41,8 @@ class Sources:
         leadership: our part in the election; None where no other synchronizer can lead.
     """
 
-    status: Callable[[], admin_pb2.GetStatusResponse]
-    metrics: Callable[[], tuple[bytes, str]]
+    source: Source
+    metrics: Callable[[], Callable[[], Exposition]]
     history: History
     address: str
     peers: tuple[str, ...]
@@ -50,51 +54,73 @@ class Sources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One look, complete in itself: what follows from it may be worked out in another thread."""
+    """One look, complete in itself: what follows from it may be worked out in another thread.
+
+    Attributes:
+        time: when, seconds since the epoch.
+        status: what this process sees.
+        remembered: what it remembers.
+        leader_address: where the leader is reached; empty where unknown.
+        redis: the object of that name; None where membership is in memory.
+        store_state: what is known of the store, in one word.
+        store_failure: code of the failure that lasts.
+        published_s: seconds since this term published a round; None before the first.
+    """
 
     time: float
     status: admin_pb2.GetStatusResponse
     remembered: Remembered
     leader_address: str
-    redis_trouble: str | None
+    redis: dict[str, str] | None
+    store_state: str
+    store_failure: str
+    published_s: float | None
 
 
 def look(sources: Sources) -> Seen:
     """Looks at everything; for the event loop."""
-    status = sources.status()
-    leadership, redis = sources.leadership, sources.redis
+    source, leadership = sources.source, sources.leadership
+    status, engine = source.status(), source.engine()
     address = sources.address
     if status.role != "leading":
         address = "" if leadership is None else leadership.leader_address()
+    store_state, store_failure, published_s = "unknown", "", None
+    if engine is not None:
+        vitals = engine.vitals
+        store_failure = str(vitals.store_failure or "")
+        store_state = "failing" if store_failure else "working"
+        if vitals.published_at is not None:
+            published_s = engine.parts.clock() - vitals.published_at
     return Seen(
         time=time.time(),
         status=status,
         remembered=sources.history.remembered(),
         leader_address=address,
-        redis_trouble=None if redis is None else redis.trouble,
+        redis=None if sources.redis is None else _redis(sources.redis, source, engine),
+        store_state=store_state,
+        store_failure=store_failure,
+        published_s=published_s,
     )
 
 
-def encode(sources: Sources, seen: Seen, pause_s: float) -> bytes:
+def encode(sources: Sources, seen: Seen) -> bytes:
     """Returns a look as JSON in one line; for a thread, since it asks the file system.
 
     Args:
         sources: where the facts are from.
         seen: the look.
-        pause_s: how long the next look is away.
     """
-    status, remembered = seen.status, seen.remembered
+    remembered = seen.remembered
     values = {
         "format": FORMAT,
         "time": seen.time,
-        "pause_s": pause_s,
         "address": sources.address,
         "peers": sources.peers,
         "leader": _leader(seen),
-        "status": to_plain(status),
-        "redis": _redis(sources.redis, seen.redis_trouble),
-        "store": _store(sources, remembered),
-        "published_s": remembered.published_s,
+        "status": to_plain(seen.status),
+        "redis": seen.redis,
+        "store": _store(sources, seen),
+        "published_s": seen.published_s,
         "shares": remembered.shares,
         "losses": remembered.losses,
         "events": [dataclasses.asdict(x) for x in remembered.events],
@@ -110,14 +136,16 @@ def _leader(seen: Seen) -> dict[str, Any] | None:
     return {"leader_id": claim.leader_id, "term": claim.term, "address": seen.leader_address}
 
 
-def _redis(redis: RedisClient | None, trouble: str | None) -> dict[str, Any] | None:
-    if redis is None:
-        return None
-    state = "unknown" if trouble is None else "unreachable" if trouble else "reachable"
-    return {"address": redis.where, "state": state, "detail": trouble or ""}
+def _redis(redis: RedisClient, source: Source, engine: Engine | None) -> dict[str, str]:
+    """Fails where one of the metrics says so that are about it."""
+    failure = None if engine is None else engine.vitals.membership_failure
+    fails = failure is not None or source.keeper_answers() is False
+    detail = redis.trouble or str(failure or "its answers are not ours") if fails else ""
+    state = "failing" if fails else "unknown" if redis.trouble is None else "working"
+    return {"address": redis.where, "state": state, "detail": detail}
 
 
-def _store(sources: Sources, remembered: Remembered) -> dict[str, Any]:
+def _store(sources: Sources, seen: Seen) -> dict[str, Any]:
     try:
         num_free: int | None = shutil.disk_usage(sources.store).free
     except OSError:
@@ -125,7 +153,7 @@ def _store(sources: Sources, remembered: Remembered) -> dict[str, Any]:
     return {
         "directory": str(sources.store),
         "durability": sources.durability,
-        "state": "failing" if remembered.store_trouble else "working",
-        "reason": remembered.store_trouble,
+        "state": seen.store_state,
+        "reason": seen.store_failure,
         "bytes_free": num_free,
     }

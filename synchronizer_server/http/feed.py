@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from synchronizer_server.http.facts import Sources, encode, look
+from synchronizer_server.http.facts import Seen, Sources, encode, look
 
 _MAX_LOAD: Final = 0.05
 """Share of the time that looks, and that scrapes may take."""
@@ -29,38 +30,59 @@ class Look:
         number: counts the looks, from 1.
         body: JSON in one line.
         event: the same as a server-sent event; made once, whoever gets it.
+        packed: the event as a part of a gzip stream that began with `GZIP_HEADER`: a sixth of the
+            size. It refers to no part before it, so that all viewers may be sent the same.
     """
 
     number: int
     body: bytes
     event: bytes
+    packed: bytes
+
+
+GZIP_HEADER: Final = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
+
+
+def pack(text: bytes) -> bytes:
+    """Returns a text as a part of a gzip stream; whoever got it can read it at once."""
+    packer = zlib.compressobj(level=1, wbits=-zlib.MAX_WBITS)
+    return packer.compress(text) + packer.flush(zlib.Z_FULL_FLUSH)
 
 
 class Sparing(Generic[T]):
     """Has something made when it is asked for, and repeats it for a while.
 
     Args:
-        make: makes it, in the event loop.
+        look: takes what it is made of, in the event loop; what it returns makes it, in a thread.
         pause_s: shortest time between two of them.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, make: Callable[[], T], pause_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        look: Callable[[], Callable[[], T]],
+        pause_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._make = make
+        self._look = look
         self._pause_s = pause_s
         self._clock = clock
-        self._made: tuple[T, float] | None = None
+        self._work: asyncio.Task[T] | None = None
+        self._next_at = clock()
 
-    def get(self) -> T:
-        """Returns the last one where it is recent, else a new one."""
+    async def get(self) -> T:
+        """Returns the last one where it is recent, or under way, else a new one."""
+        if self._work is None or (self._work.done() and self._clock() >= self._next_at):
+            self._work = asyncio.get_running_loop().create_task(self._make())
+        # Whoever goes away meanwhile takes it from nobody.
+        return await asyncio.shield(self._work)
+
+    async def _make(self) -> T:
         begun = self._clock()
-        if self._made is not None and begun < self._made[1]:
-            return self._made[0]
-        made = self._make()
+        finish = self._look()
         cost_s = self._clock() - begun
-        self._made = (made, begun + cost_s + max(self._pause_s, cost_s / _MAX_LOAD))
+        made = await asyncio.to_thread(finish)
+        self._next_at = begun + cost_s + max(self._pause_s, cost_s / _MAX_LOAD)
         return made
 
 
@@ -87,7 +109,7 @@ class Feed:
         self._shortest_s = self.pause_s = pause_s
         self._clock = clock
         self._next_at = clock()
-        self._newest = Look(0, b"", b"")
+        self._newest = Look(0, b"", b"", b"")
         self._work: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -126,10 +148,16 @@ class Feed:
             begun = self._clock()
             seen = look(self._sources)
             cost_s = self._clock() - begun
-            body = await asyncio.to_thread(encode, self._sources, seen, self.pause_s)
-            self.pause_s = max(self._shortest_s, cost_s / _MAX_LOAD, len(body) / _MAX_BYTES_PER_S)
+            made = await asyncio.to_thread(self._make, seen, cost_s / _MAX_LOAD)
+            self._newest, self.pause_s = made
             self._next_at = self._clock() + self.pause_s
-            event = b"event: status\ndata: %b\n\n" % body
-            self._newest = Look(self._newest.number + 1, body, event)
         finally:
             self._work = None
+
+    def _make(self, seen: Seen, least_s: float) -> tuple[Look, float]:
+        """What viewers are sent, and how long the next one is away; for a thread."""
+        body = encode(self._sources, seen)
+        pause_s = max(self._shortest_s, least_s, len(body) / _MAX_BYTES_PER_S)
+        body = b'{"pause_s":%.3f,%b' % (pause_s, body[1:])
+        event = b"event: status\ndata: %b\n\n" % body
+        return Look(self._newest.number + 1, body, event, pack(event)), pause_s

@@ -69,7 +69,8 @@ class StatusPage:
             self.pages.application(), access_log=None, logger=_SILENT, shutdown_timeout=_STOP_S
         )
         self._server: asyncio.Server | None = None
-        self._passing: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        self._open: dict[web.RequestHandler, asyncio.TimerHandle | None] = {}
+        """Everybody who is connected, with the end of those who do not stay; the oldest first."""
 
     @property
     def url(self) -> str:
@@ -77,10 +78,9 @@ class StatusPage:
         return f"http://{self.address}/"
 
     @property
-    def connections(self) -> list[web.RequestHandler]:
-        """Everybody who is connected."""
-        server = self._runner.server
-        return [] if server is None else server.connections
+    def num_connections(self) -> int:
+        """How many are connected."""
+        return len(self._open)
 
     async def start(self) -> None:
         """Answers from now on; once."""
@@ -96,30 +96,78 @@ class StatusPage:
             self._server.close()
             await self._runner.cleanup()
         self._socket.close()
-        for timer in self._passing.values():
-            timer.cancel()
-        self._passing.clear()
+        for timer in self._open.values():
+            if timer is not None:
+                timer.cancel()
+        self._open.clear()
 
     def _connected(self) -> asyncio.BaseProtocol:
         server = self._runner.server
-        if server is None or len(self.connections) >= self._limits.max_connections:
+        if server is None or not self._has_room():
             return _Refusal()
-        connection = server()
+        handler = server()
         timer = asyncio.get_running_loop().call_later(
-            self._limits.request_s, self._took_too_long, connection
+            self._limits.request_s, self._cut_off, handler
         )
-        self._passing[connection] = timer
-        return connection
+        self._open[handler] = timer
+        return _Watched(handler, self._forget)
+
+    def _has_room(self) -> bool:
+        """Whether one more may come; where there is none, the oldest that does not stay makes it.
+
+        So nobody keeps others from looking who only holds connections: whoever has something to ask
+        is answered and gone before being the oldest.
+        """
+        if len(self._open) < self._limits.max_connections:
+            return True
+        passing = (x for x, timer in self._open.items() if timer is not None and x.transport)
+        oldest = next(passing, None)
+        if oldest is not None:
+            self._cut_off(oldest)
+        return oldest is not None
 
     def _stays(self, request: web.Request) -> None:
-        timer = self._passing.pop(request.protocol, None)
+        self._forget(request.protocol)
+        self._open[request.protocol] = None
+
+    def _forget(self, handler: web.RequestHandler) -> None:
+        timer = self._open.pop(handler, None)
         if timer is not None:
             timer.cancel()
 
-    def _took_too_long(self, connection: web.RequestHandler) -> None:
-        del self._passing[connection]
-        if connection.transport is not None:  # else it is over
-            connection.transport.abort()
+    def _cut_off(self, handler: web.RequestHandler) -> None:
+        self._forget(handler)
+        if handler.transport is not None:  # else it is over
+            handler.transport.abort()
+
+
+class _Watched(asyncio.Protocol):
+    """A connection of which somebody hears when it is over."""
+
+    def __init__(
+        self, handler: web.RequestHandler, over: Callable[[web.RequestHandler], None]
+    ) -> None:
+        self._handler = handler
+        self._over = over
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._handler.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._handler.data_received(data)
+
+    def eof_received(self) -> None:
+        self._handler.eof_received()
+
+    def pause_writing(self) -> None:
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._handler.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._over(self._handler)
+        self._handler.connection_lost(exc)
 
 
 class _Refusal(asyncio.Protocol):

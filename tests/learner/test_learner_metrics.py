@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import re
 import socket
+import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 
 import pytest
 import torch
-from learner_kit import NAME, make_model
+from learner_kit import NAME, make_model, make_settings
 from prometheus_client.parser import text_string_to_metric_families
 from served_synchronizer import served
 
@@ -23,6 +26,7 @@ from learner_client.exchange import Exchange
 from learner_client.metrics import TABLE, LearnerCollector
 from learner_client.overhead import OverheadMeter
 from learner_client.settings import LearnerSettings
+from learner_client.tally import OfflineTime
 from learner_client.train.corpus import write_corpus
 from learner_client.train.loop import train
 from learner_client.train.settings import TrainSettings
@@ -132,6 +136,50 @@ def test_nothing_is_served_unless_an_address_is_given():
     assert LearnerSettings().metrics_address is None
 
 
+def test_a_wait_for_data_is_counted_while_it_lasts():
+    exchange, stop = Exchange(NAME), threading.Event()
+    exchange.data.begin(make_settings(data_mode="leases", data_length=20, data_lease_length=4))
+    collector = LearnerCollector(NAME, exchange, OverheadMeter())
+    thread = threading.Thread(target=lambda: exchange.data.batch(1, give_up=stop.is_set))
+    with serve_metrics("127.0.0.1:0", collector) as port:
+        thread.start()
+        try:
+            seen = [0.0]
+            deadline = time.monotonic() + 20
+            while len(set(seen)) < 4 and time.monotonic() < deadline:
+                seen.append(Scrape(port)("sync_wait_seconds_total", reason="data"))
+        finally:
+            stop.set()
+            thread.join()
+        assert len(set(seen)) == 4, "it goes up, and nothing has come"
+        assert seen == sorted(seen)
+        assert Scrape(port)("sync_wait_seconds_total", reason="data") >= seen[-1]
+
+
+def test_time_without_the_synchronizer_never_goes_back_while_another_thread_reads_it(request):
+    before = sys.getswitchinterval()
+    request.addfinalizer(lambda: sys.setswitchinterval(before))
+    sys.setswitchinterval(1e-6)
+    offline, stop = OfflineTime(), threading.Event()
+
+    def tell():
+        while not stop.is_set():
+            offline.heed(online=True)
+            offline.heed(online=False)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    highest = 0.0
+    try:
+        for _ in range(200_000):
+            seconds = offline.seconds
+            assert seconds >= highest
+            highest = seconds
+    finally:
+        stop.set()
+        thread.join()
+
+
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:99999", "127.0.0.1"])
 def test_what_is_no_address_is_refused_before_anything_starts(address):
     with pytest.raises(UsageError) as caught:
@@ -159,6 +207,48 @@ def test_a_port_that_is_taken_is_refused_with_what_to_do():
         ):
             pass
     assert caught.value.reason is Reason.PORT_IN_USE
+
+
+def test_who_only_holds_connections_takes_few_threads_and_gives_way(monkeypatch):
+    monkeypatch.setattr("learner_client.metrics._REQUEST_S", 0.0)
+    collector = LearnerCollector(NAME, Exchange(NAME), OverheadMeter())
+    num_before = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(serve_metrics("127.0.0.1:0", collector))
+        for _ in range(30):
+            held = stack.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+            held.sendall(b"GET /metrics HTTP/1.1\r\nHost: local")
+        scrape, deadline = None, time.monotonic() + 20
+        while scrape is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                scrape = Scrape(port)
+            assert threading.active_count() - num_before <= 1 + 8
+        assert scrape is not None
+        assert scrape("online") == 0
+
+
+def test_who_says_nothing_is_cut_off(monkeypatch):
+    monkeypatch.setattr("learner_client.metrics._Handler.timeout", 0.05)
+    collector = LearnerCollector(NAME, Exchange(NAME), OverheadMeter())
+    with (
+        serve_metrics("127.0.0.1:0", collector) as port,
+        socket.create_connection(("127.0.0.1", port), 20) as silent,
+    ):
+        assert silent.recv(1) == b"", "the other side ends it"
+
+
+def test_what_is_wrong_with_a_request_is_not_said_on_the_terminal(capfd):
+    collector = LearnerCollector(NAME, Exchange(NAME), OverheadMeter())
+    with serve_metrics("[::1]:0" if socket.has_ipv6 else "127.0.0.1:0", collector) as port:
+        host = "::1" if socket.has_ipv6 else "127.0.0.1"
+        for said in (b"\x16\x03\x01\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n", b"GET " + b"x" * 99_999):
+            with socket.create_connection((host, port), 20) as wrong:
+                wrong.sendall(said)
+                wrong.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(ConnectionError):
+                    while wrong.recv(4096):
+                        pass
+    assert "".join(capfd.readouterr()) == ""
 
 
 def test_the_trainer_serves_its_metrics_while_it_trains(tmp_path, caplog):

@@ -260,13 +260,13 @@ class FakeLearner:
         else:
             told.put_nowait(None)
 
-    async def step(self, num_tokens: int = 64, **clock: object) -> None:
+    async def step(self, num_tokens: int = 64, *, loss: float = 2.5, **clock: object) -> None:
         self.local_step += 1
         message = pb.InnerStep(
             clock=types_pb2.Clock(**({"own_step": self.local_step} | clock)),
             num_tokens=num_tokens,
             num_steps=1,
-            loss=2.5,
+            loss=loss,
         )
         await self.call.write(pb.ReportRequest(inner_step=message))
 

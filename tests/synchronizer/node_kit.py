@@ -42,7 +42,7 @@ class Process:
         self.leadership = Leadership(
             bidder, keeper=lease, ask_peers=self.ask_peers, clock=time.monotonic
         )
-        election = Election(
+        self.election = Election(
             leadership=self.leadership, keeper=lease, identity=self.identity, address=NOBODY,
             peers=(NOBODY,), runner=runner, key=KEY,
         )  # fmt: skip
@@ -52,7 +52,7 @@ class Process:
         )  # fmt: skip
         self.board = Switchboard()
         self.node = Node(
-            run, ServerSettings(store=path, drain_s=0.1), outside, self.board, election
+            run, ServerSettings(store=path, drain_s=0.1), outside, self.board, self.election
         )
         self.stopping = asyncio.Event()
 

@@ -15,6 +15,7 @@ from synchronizer_server.http.application import Limits
 from synchronizer_server.http.facts import Sources
 from synchronizer_server.http.history import History
 from synchronizer_server.http.listener import StatusPage
+from synchronizer_server.metrics import Exposition, Metrics, Source, source_of
 from synchronizer_server.service.admin import AdminService
 from synchronizer_server.service.switchboard import Switchboard
 from synchronizer_server.service.synchronizer import SynchronizerService
@@ -27,11 +28,16 @@ MOMENT_S = 0.02
 
 
 class Viewer:
-    """Somebody with a browser of no kind."""
+    """Somebody with a browser of no kind.
+
+    Attributes:
+        board: what is looked at, where it is a fleet.
+    """
 
     def __init__(
         self, session: aiohttp.ClientSession, open_page: Callable[[str], StatusPage]
     ) -> None:
+        self.board = Switchboard()
         self.session = session
         self._open_page = open_page
         self.page = open_page("127.0.0.1:0")
@@ -92,17 +98,27 @@ async def looking_at(
             await viewer.page.stop()
 
 
-def sources_of(board: Switchboard, history: History, store: Path, **more: Any) -> Sources:
+def no_metrics() -> Callable[[], Exposition]:
+    return lambda: (b"up 1\n", METRICS_TYPE)
+
+
+def sources_of(source: Switchboard | Source, history: History, store: Path, **more: Any) -> Sources:
     values: dict[str, Any] = {
         "address": "127.0.0.1:50051", "peers": (), "durability": "disk", "redis": None,
-        "leadership": None, "metrics": lambda: (b"up 1\n", METRICS_TYPE),
+        "leadership": None, "metrics": no_metrics,
     }  # fmt: skip
-    return Sources(status=board.status, history=history, store=store, **(values | more))
+    if isinstance(source, Switchboard):
+        source = Source(status=source.status)
+    return Sources(source=source, history=history, store=store, **(values | more))
 
 
 @contextlib.asynccontextmanager
 async def shown(
-    store: Path, *, limits: dict[str, Any] | None = None, **changes: Any
+    store: Path,
+    *,
+    limits: dict[str, Any] | None = None,
+    more: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> AsyncIterator[tuple[Fleet, Viewer]]:
     """A fleet with a page."""
     history, board = History(), Switchboard()
@@ -112,16 +128,20 @@ async def shown(
             AdminService(fleet.engine, fleet.joins),
             None,
         )
-        async with looking_at(sources_of(board, history, store), **(limits or {})) as viewer:
+        source = Source(status=board.status, engine=lambda: fleet.engine)
+        sources = sources_of(source, history, store, metrics=Metrics(source).look, **(more or {}))
+        async with looking_at(sources, **(limits or {})) as viewer:
+            viewer.board = board
             yield fleet, viewer
 
 
 @contextlib.asynccontextmanager
 async def shown_process(process: Process, store: Path) -> AsyncIterator[Viewer]:
     """The page of a process that may lead or follow."""
+    source = source_of(process.node, process.board, process.election, "run")
     sources = sources_of(
-        process.board, process.history, store, leadership=process.leadership,
-        peers=("127.0.0.1:50052",),
+        source, process.history, store, leadership=process.leadership,
+        peers=("127.0.0.1:50052",), metrics=Metrics(source).look,
     )  # fmt: skip
     async with looking_at(sources) as viewer:
         yield viewer

@@ -13,12 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.metrics import Kind, Sheet, counter, gauge
 from decoupled_diloco.v1 import admin_pb2, types_pb2
-from synchronizer_server import metric_table, metrics
+from synchronizer_server import metric_table
 from synchronizer_server.core import events as ev
 from synchronizer_server.core.roster import LearnerState
 from synchronizer_server.heartbeats import run_heartbeats
 from synchronizer_server.membership.memory import MemoryMembership
 from synchronizer_server.metrics import Metrics, Source
+from synchronizer_server.status import status_message
 from synchronizer_server.store.memory import MemoryStore
 from tests.synchronizer.fake_learner import (
     REFUSED,
@@ -46,17 +47,24 @@ def scraped(shown: Metrics) -> Values:
     }
 
 
-def metrics_of(fleet: Fleet, run_id: str = "run") -> Metrics:
-    shown = Metrics()
-    shown.observe(Source(run_id=run_id, engine=lambda: fleet.engine))
-    return shown
+def metrics_of(fleet: Fleet) -> Metrics:
+    return Metrics(
+        Source(
+            run_id="run",
+            status=lambda: status_message(fleet.engine, {}),
+            engine=lambda: fleet.engine,
+        )
+    )
 
 
 class Scrape:
     """One scrape: ``scrape("name", label=value)`` is a value, None where there is none."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self.values = scraped(metrics_of(fleet))
+    def __init__(self, fleet: Fleet, status: admin_pb2.GetStatusResponse | None = None) -> None:
+        shown = metrics_of(fleet)
+        if status is not None:
+            shown = Metrics(Source(status=lambda: status, engine=lambda: fleet.engine))
+        self.values = scraped(shown)
 
     def __call__(self, name: str, **labels: str) -> float | None:
         return self.values.get((name, frozenset(labels.items())))
@@ -94,7 +102,7 @@ def test_a_sheet_takes_nothing_that_its_table_does_not_name():
 
 
 def test_a_process_that_has_not_begun_says_so_and_claims_nothing():
-    values = scraped(Metrics())
+    values = scraped(Metrics(Source()))
     assert values["diloco_leader", frozenset()] == 0
     assert values["diloco_run_state", frozenset({("state", "starting")})] == 1
     assert ("diloco_global_step", frozenset()) not in values
@@ -111,11 +119,7 @@ def test_a_process_that_follows_tells_term_step_and_why_it_waits():
         record_term=7,
         waits=[admin_pb2.Wait(subject="leadership", reason="following", detail="x leads")],
     )
-    shown = Metrics()
-    shown.observe(
-        Source(run_id="run", follower_status=lambda: status, keeper_answers=lambda: False)
-    )
-    values = scraped(shown)
+    values = scraped(Metrics(Source(status=lambda: status, keeper_answers=lambda: False)))
     wait = frozenset({("subject", "leadership"), ("reason", "following")})
     assert values["diloco_leader", frozenset()] == 0
     assert values["diloco_term", frozenset()] == 7
@@ -125,10 +129,8 @@ def test_a_process_that_follows_tells_term_step_and_why_it_waits():
     assert ("diloco_rounds_total", frozenset()) not in values
 
 
-def test_the_entry_point_of_the_process_shows_what_it_was_told_to(monkeypatch):
-    monkeypatch.setattr(metrics, "PROCESS", Metrics())
-    metrics.PROCESS.observe(Source(run_id="mine"))
-    body, _ = metrics.exposition()
+def test_the_run_and_the_process_are_shown_whatever_it_does():
+    body, _ = Metrics(Source(run_id="mine")).exposition()
     assert b'diloco_run_info{run_id="mine"} 1.0' in body
     assert b"process_resident_memory_bytes" in body
 
@@ -222,7 +224,7 @@ async def test_what_waits_is_shown_by_kind_and_reason_without_the_number_of_its_
 
 
 @pytest.mark.asyncio
-async def test_a_learner_that_left_or_was_silent_for_long_is_exported_no_more(monkeypatch):
+async def test_a_learner_that_left_or_was_silent_for_long_is_exported_no_more():
     per_learner = [x.name for x in metric_table.TABLE if "learner" in x.labels]
     async with serving() as fleet:
         learners = await fleet.seeded("a", "b", "c")
@@ -245,23 +247,6 @@ async def test_a_learner_that_left_or_was_silent_for_long_is_exported_no_more(mo
         assert set().union(*(scrape.labels(x, "learner") for x in per_learner)) == {"a"}
         assert scrape("diloco_learners", state="gone") == 1
         assert scrape("diloco_tokens_total") == 64
-
-
-@pytest.mark.asyncio
-async def test_of_too_many_learners_those_that_were_heard_last_are_exported(monkeypatch):
-    monkeypatch.setattr(metrics, "MOST_LEARNERS", 2)
-    status = admin_pb2.GetStatusResponse(
-        role="leading",
-        learners=[
-            admin_pb2.LearnerStatus(learner_id=name, state="live", heard_seconds_ago=age)
-            for name, age in (("a", 3.0), ("b", 1.0), ("c", 2.0))
-        ],
-    )
-    monkeypatch.setattr(metrics, "status_message", lambda *_: status)
-    async with serving() as fleet:
-        scrape = Scrape(fleet)
-    assert scrape.labels("diloco_reported_step", "learner") == {"b", "c"}
-    assert scrape("diloco_learners", state="live") == 3
 
 
 @pytest.mark.asyncio

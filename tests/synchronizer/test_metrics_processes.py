@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from decoupled_diloco.v1 import admin_pb2 as pb
-from synchronizer_server import metrics
 from synchronizer_server.metrics import Metrics, source_of
 from tests.synchronizer.fake_learner import serving, until
 from tests.synchronizer.test_metrics import Scrape, Values, scraped
@@ -19,9 +18,7 @@ ALONE: frozenset[tuple[str, str]] = frozenset()
 
 
 def shown(process) -> Values:
-    made = Metrics()
-    made.observe(source_of(process.node, process.board, process.node._election, "run"))
-    return scraped(made)
+    return scraped(Metrics(source_of(process.node, process.board, process.election, "run")))
 
 
 async def test_who_leads_and_who_follows_say_so_and_a_take_over_turns_it_round(
@@ -46,6 +43,8 @@ async def test_who_leads_and_who_follows_say_so_and_a_take_over_turns_it_round(
     assert ("diloco_rounds_total", ALONE) not in following
     first.stopping.set()
     await until(lambda: shown(first)["diloco_leader", ALONE] == 0)
+    assert ("diloco_run_state", frozenset({("state", "starting")})) in shown(first)
+    assert shown(first)["diloco_run_state", frozenset({("state", "starting")})] == 0
 
 
 async def test_a_keeper_that_does_not_answer_is_shown_by_who_follows_too(keeper: Keeper) -> None:
@@ -63,7 +62,7 @@ async def test_a_keeper_that_does_not_answer_is_shown_by_who_follows_too(keeper:
     assert shown(process)["diloco_leader", ALONE] == 0
 
 
-async def test_standbys_are_shown_with_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_standbys_are_shown_with_what_they_lack() -> None:
     replication = pb.ReplicationStatus(
         mode="one",
         unsafe_rounds=3,
@@ -75,9 +74,8 @@ async def test_standbys_are_shown_with_what_they_lack(monkeypatch: pytest.Monkey
         ],
     )
     status = pb.GetStatusResponse(role="leading", global_step=10, replication=replication)
-    monkeypatch.setattr(metrics, "status_message", lambda *_: status)
     async with serving() as fleet:
-        scrape = Scrape(fleet)
+        scrape = Scrape(fleet, status)
     assert scrape("diloco_standbys") == 2
     assert scrape("diloco_standbys_in_sync") == 1
     assert scrape("diloco_standby_lag_rounds", standby="x") == 1
@@ -88,14 +86,13 @@ async def test_standbys_are_shown_with_what_they_lack(monkeypatch: pytest.Monkey
     assert scrape("diloco_lease_seconds") == 2.5
 
 
-async def test_leased_data_is_shown_as_the_status_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leased_data_is_shown_as_the_status_has_it() -> None:
     data = pb.DataStatus(
         mode="leases", epoch=2, num_free=10, num_leased=5, num_merged=100, num_returned=3
     )
     status = pb.GetStatusResponse(role="leading", data=data)
-    monkeypatch.setattr(metrics, "status_message", lambda *_: status)
     async with serving() as fleet:
-        scrape = Scrape(fleet)
+        scrape = Scrape(fleet, status)
     assert scrape("diloco_data_epoch") == 2
     assert scrape("diloco_data_samples", state="free") == 10
     assert scrape("diloco_data_samples", state="leased") == 5

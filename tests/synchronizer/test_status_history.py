@@ -9,7 +9,13 @@ import pytest
 
 from decoupled_diloco.journal import Journal
 from synchronizer_server.http import history as history_module
-from synchronizer_server.http.history import MAX_EVENTS, SHARE_ROUNDS, History, LossCurve
+from synchronizer_server.http.history import (
+    MAX_EVENTS,
+    MAX_LEFT_OUT,
+    SHARE_ROUNDS,
+    History,
+    LossCurve,
+)
 from synchronizer_server.http.sentences import sentence
 
 ROUND = {
@@ -75,13 +81,24 @@ def test_events_are_few_and_what_repeats_is_counted() -> None:
         history.take("quorum", {"quorum": i, "before": 0})
     assert len(history.remembered().events) == MAX_EVENTS
     for _ in range(3):
-        history.take("round", ROUND | {"dropped": {"a": "TOO_LATE"}})
-    newest = history.remembered().events[0]
-    assert (newest.subject, newest.text) == ("a", "was left out of a round: TOO_LATE")
-    assert newest.times == 3
-    assert newest.time > history.remembered().events[1].time, "it is as old as the last time"
+        history.take("round", ROUND | {"dropped": {"a": "TOO_LATE", "b": "NO_PROGRESS"}})
+    newest, before, news, *_ = history.remembered().events
+    assert (before.subject, before.text) == ("a", "was left out of a round: TOO_LATE")
+    assert (newest.subject, newest.text) == ("b", "was left out of a round: NO_PROGRESS")
+    assert newest.times == before.times == 3
+    assert newest.time > before.time > news.time, "it is as old as the last time"
     numbers = [x.number for x in history.remembered().events]
     assert numbers == sorted(set(numbers), reverse=True)
+
+
+def test_learners_that_are_late_all_the_time_push_nothing_out() -> None:
+    history = History()
+    history.take("quorum", {"quorum": 2, "before": 1})
+    for _ in range(3):
+        history.take("round", ROUND | {"dropped": {f"learner-{i}": "TOO_LATE" for i in range(500)}})
+    events = history.remembered().events
+    assert len(events) == 1 + MAX_LEFT_OUT
+    assert ("quorum", "is 2, was 1") in told(history)
 
 
 def test_a_text_of_somebody_else_is_cut() -> None:
@@ -94,19 +111,42 @@ def test_a_store_that_fails_is_said_once_and_again_when_it_works() -> None:
     history = History()
     for _ in range(3):
         history.take("persist_failed", {"global_step": 7, "reason": "DISK_FULL"})
-    assert history.remembered().store_trouble == "DISK_FULL"
     history.take("round", ROUND)
-    assert history.remembered().store_trouble == ""
     assert told(history) == [
         ("store", "persists again"),
         ("store", "round 7 is not persisted, merging waits: DISK_FULL"),
     ]
 
 
+def test_a_store_that_failed_in_an_earlier_term_does_not_persist_again_in_this_one() -> None:
+    history = History()
+    failed = ("store", "round 7 is not persisted, merging waits: DISK_FULL")
+    history.take("persist_failed", {"global_step": 7, "reason": "DISK_FULL"})
+    history.take("start", {"term": 2, "global_step": 6})
+    history.take("round", ROUND)
+    assert ("store", "persists again") not in told(history)
+    history.take("persist_failed", {"global_step": 7, "reason": "DISK_FULL"})
+    assert told(history)[0] == failed, "and it is news again"
+
+
+def test_a_text_of_somebody_else_does_nothing_to_the_line() -> None:
+    history = History()
+    history.take("drain", {"learner_id": "a", "reason": "x\u202ey\x1b[31m\nz"})
+    assert told(history) == [("a", "is asked to leave: x\ufffdy\ufffd[31m\ufffdz")]
+
+
+def test_absurd_weights_become_no_number_that_json_cannot_hold() -> None:
+    history = History()
+    for weights in ([1e308, 1e308], [0.0, 0.0], [float("inf"), 1.0], [3.0, 1.0]):
+        history.take("round", ROUND | {"weights": weights})
+    assert history.remembered().shares == {"a": 0.75 / 4, "b": 0.25 / 4}
+
+
 def test_what_it_cannot_read_is_said_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     history = History()
-    Journal(None, observer=history.take).write("wait", nonsense=1)
-    assert "the status page lost an event: wait" in caplog.text
+    for _ in range(3):
+        Journal(None, observer=history.take).write("wait", nonsense=1)
+    assert caplog.text.count("the status page lost an event: wait") == 1
     history.take("seeded", {})
     assert told(history) == [("run", "is seeded")]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import pytest
 from decoupled_diloco.errors import Reason, UsageError
 from decoupled_diloco.plain import to_plain
 from synchronizer_server.http.facts import FORMAT, Sources
+from synchronizer_server.http.feed import GZIP_HEADER
 from synchronizer_server.http.history import History
 from synchronizer_server.http.listener import StatusPage
-from synchronizer_server.membership import RedisClient
+from synchronizer_server.metrics import Exposition
 from synchronizer_server.service.switchboard import Switchboard
 from tests.synchronizer.fake_learner import PATIENCE_S, make_settings, until
 from tests.synchronizer.node_kit import keeping
@@ -86,6 +89,28 @@ async def test_changes_are_told_while_they_happen(tmp_path: Path) -> None:
                 if facts["status"]["global_step"] == 1:
                     break
         assert facts["time"] > before["time"]
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip", "br, gzip;q=0.5"])
+async def test_whoever_can_unpack_is_sent_less(encoding: str, tmp_path: Path) -> None:
+    history = History()
+    for i in range(60):
+        history.take("quorum", {"quorum": i, "before": 0})
+    sources = sources_of(Switchboard(), history, tmp_path)
+    async with (
+        looking_at(sources, pause_s=0.1) as viewer,
+        viewer.ask("events", headers={"Accept-Encoding": encoding}) as answer,
+    ):
+        assert ("gzip" in encoding) is (answer.headers.get("Content-Encoding") == "gzip")
+        stream = messages(answer)
+        first, second = await anext(stream), await anext(stream)
+        assert second["time"] > first["time"]
+        assert len(first["events"]) == len(second["events"]) == 60
+        first_seen = await viewer.page.feed.newest()
+    assert first_seen is not None
+    assert len(first_seen.packed) < len(first_seen.event) / 4
+    whole = zlib.decompressobj(wbits=31).decompress(GZIP_HEADER + 2 * first_seen.packed)
+    assert whole == 2 * first_seen.event, "what was packed alone can be read after anything"
 
 
 async def test_all_viewers_share_one_look(tmp_path: Path) -> None:
@@ -160,7 +185,12 @@ async def test_nothing_but_looking_is_possible(method: str, path: str, tmp_path:
         assert answer.headers["Allow"] == "GET,HEAD"
 
 
-@pytest.mark.parametrize("path", ["", "page.js", "page.css", "icon.svg", "status.json", "healthz"])
+ASSETS = [x.name for x in (ROOT / "synchronizer_server/http/assets").iterdir()]
+
+
+@pytest.mark.parametrize(
+    "path", ["", *(x for x in ASSETS if x != "index.html"), "status.json", "metrics", "healthz"]
+)
 async def test_every_answer_is_guarded_and_ends_its_connection(path: str, tmp_path: Path) -> None:
     async with looking_at(sources_of(Switchboard(), History(), tmp_path)) as viewer:
         for method in ("GET", "HEAD"):
@@ -200,8 +230,9 @@ async def test_a_name_from_elsewhere_that_leads_here_is_refused(host: str, tmp_p
 async def test_prometheus_scrapes_beside_the_page_and_not_too_often(tmp_path: Path) -> None:
     asked = iter(range(100))
 
-    def metrics() -> tuple[bytes, str]:
-        return b"asked %d\n" % next(asked), METRICS_TYPE
+    def metrics() -> Callable[[], Exposition]:
+        body = b"asked %d\n" % next(asked)
+        return lambda: (body, METRICS_TYPE)
 
     sources = sources_of(Switchboard(), History(), tmp_path, metrics=metrics)
     async with looking_at(sources, pause_s=3600.0) as viewer:
@@ -251,22 +282,6 @@ async def test_a_failure_of_the_page_is_said_once_and_does_not_last(
         assert caplog.text.count("the status page cannot show what it should") == 1
         board.follower_status = good
         assert (await viewer.facts())["status"]["role"] == ""
-
-
-@pytest.mark.parametrize(
-    ("trouble", "state"), [(None, "unknown"), ("", "reachable"), ("timed out", "unreachable")]
-)
-async def test_redis_is_shown_without_its_password(
-    trouble: str | None, state: str, tmp_path: Path
-) -> None:
-    redis = RedisClient("redis://:secret@localhost:7001", "run")
-    redis.trouble = trouble
-    sources = sources_of(Switchboard(), History(), tmp_path, redis=redis)
-    async with looking_at(sources) as viewer:
-        facts = await viewer.facts()
-    expected = {"address": "localhost:7001", "state": state, "detail": trouble or ""}
-    assert facts["redis"] == expected
-    await redis.aclose()
 
 
 def page_at(address: str, store: Path, **more: Any) -> StatusPage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -70,19 +71,39 @@ async def test_viewers_beyond_the_bound_are_refused_until_one_has_left(tmp_path:
             await anext(messages(again))
 
 
+async def test_who_only_holds_connections_keeps_nobody_from_looking(tmp_path: Path) -> None:
+    sources = sources_of(Switchboard(), History(), tmp_path)
+    async with looking_at(sources, max_connections=4, request_s=3600.0) as viewer:
+        first, *held = [await connect(viewer) for _ in range(4)]
+        await until(lambda: viewer.page.num_connections == 4)
+        assert (await viewer.get("healthz"))[0] == 200
+        assert await is_closed(first[0]), "who has held one for longest gives way"
+        assert viewer.page.num_connections <= 4
+        for _, writer in (first, *held):
+            writer.close()
+
+
 async def test_connections_beyond_the_bound_are_closed_unheard(tmp_path: Path) -> None:
     sources = sources_of(Switchboard(), History(), tmp_path)
     async with looking_at(sources, max_connections=2, request_s=3600.0) as viewer:
-        held = [await connect(viewer) for _ in range(2)]
-        await until(lambda: len(viewer.page.connections) == 2)
-        reader, writer = await connect(viewer)
-        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert await is_closed(reader)
-        for _, other in held:
-            other.close()
-        await until(lambda: not viewer.page.connections)
+        async with viewer.ask("events") as one, viewer.ask("events") as two:
+            for answer in (one, two):
+                await anext(messages(answer))
+            reader, writer = await connect(viewer)
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert await is_closed(reader)
+            writer.close()
+            await anext(messages(one))
+        await until(lambda: not viewer.page.num_connections)
         assert (await viewer.get("healthz"))[0] == 200
-        writer.close()
+
+
+async def test_a_connection_that_is_over_is_not_remembered(tmp_path: Path) -> None:
+    sources = sources_of(Switchboard(), History(), tmp_path)
+    async with looking_at(sources, request_s=3600.0) as viewer:
+        for _ in range(20):
+            assert (await viewer.get("healthz"))[0] == 200
+        await until(lambda: not viewer.page.num_connections)
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /healthz HTTP/1.1\r\nHost: local"])
@@ -99,7 +120,7 @@ async def test_who_does_not_read_its_answer_is_cut_off(tmp_path: Path) -> None:
     sources = sources_of(board_of(4000), History(), tmp_path)
     async with looking_at(sources, request_s=0.2) as viewer, not_reading(viewer, "status.json"):
         await until(lambda: viewer.page.feed.num_looks)
-        await until(lambda: not viewer.page.connections)
+        await until(lambda: not viewer.page.num_connections)
 
 
 async def test_who_looks_for_long_is_not_cut_off(tmp_path: Path) -> None:
@@ -150,7 +171,23 @@ async def test_a_large_fleet_is_looked_at_less_often(tmp_path: Path) -> None:
     async with looking_at(sources_of(board_of(4000), History(), tmp_path)) as viewer:
         _, text = await viewer.get("status.json")
         assert len(text) > 1_000_000
-        assert viewer.page.feed.pause_s >= len(text) / 1_000_000
+        assert viewer.page.feed.pause_s >= 0.99 * len(text) / 1_000_000
+        said = json.loads(text)["pause_s"]
+        assert said == pytest.approx(viewer.page.feed.pause_s, abs=1e-3), "the first says it, too"
+
+
+async def test_a_large_look_may_take_a_slow_viewer_longer(tmp_path: Path) -> None:
+    sources = sources_of(board_of(4000), History(), tmp_path)
+    # More than the kernel keeps: no part of it is sent before the viewer has read another one.
+    async with (
+        looking_at(sources, slow_s=0.0, slow_bytes_per_s=100_000.0) as viewer,
+        viewer.ask("events", headers={"Accept-Encoding": "identity"}) as answer,
+    ):
+        async with asyncio.timeout(PATIENCE_S):
+            text = b""
+            while not text.endswith(b"\n\n") or b"data" not in text:
+                text += await answer.content.readany()
+        assert text.count(b"learner-") >= 4000
 
 
 async def test_the_end_of_the_process_waits_for_no_viewer(tmp_path: Path) -> None:

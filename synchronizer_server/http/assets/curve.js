@@ -1,8 +1,13 @@
 // The loss curve: plain SVG, drawn anew when there are new points or the page has another width.
 
+import { count, loss as lossText } from "./words.js";
+
 const SVG = "http://www.w3.org/2000/svg";
-const HEIGHT = 220;
-const EDGE = { left: 48, right: 12, top: 10, bottom: 24 };
+const HEIGHT = 240;
+const EDGE = { left: 52, right: 14, top: 14, bottom: 26 };
+// What learners report may be absurd: it must neither stop the page nor be drawn for ever.
+const LARGEST = 1e100;
+const SMALLEST_SPAN = 1e-6;
 
 function node(name, attributes, text) {
   const made = document.createElementNS(SVG, name);
@@ -21,25 +26,32 @@ function ticks(low, high, wanted) {
   return { found, digits: Math.max(0, -Math.floor(Math.log10(unit))) };
 }
 
-// The range of the values, never empty.
+// The range of the values, never too small to be divided.
 function span(values) {
   const low = Math.min(...values);
   const high = Math.max(...values);
-  if (high > low) return [low, high];
-  const half = Math.abs(low) * 0.05 || 0.5;
+  const largest = Math.max(Math.abs(low), Math.abs(high));
+  if (high - low > Math.max(SMALLEST_SPAN, largest * SMALLEST_SPAN)) return [low, high];
+  const half = Math.max(largest * 0.05, 0.5);
   return [low - half, high + half];
 }
 
-let drawn = "";
+const tame = ([step, loss]) => [step, Math.max(-LARGEST, Math.min(LARGEST, loss))];
 
-export function draw(svg, points) {
+let drawn = "";
+let shown = null; // what is drawn, for whoever points at it
+let pointed = null; // where somebody points, in pixels from the left
+
+export function draw(svg, all) {
+  const points = all.map(tame);
   const width = Math.max(svg.clientWidth, 200);
   const last = points.at(-1) ?? [0, 0];
   const key = `${width} ${points.length} ${points[0]} ${last}`;
   if (key === drawn) return;
   drawn = key;
+  shown = null;
   svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-  if (points.length < 2) {
+  if (!points.length) {
     svg.replaceChildren(
       node("text", { x: width / 2, y: HEIGHT / 2, class: "empty" }, "no losses yet"),
     );
@@ -50,25 +62,61 @@ export function draw(svg, points) {
   const inner = { width: width - EDGE.left - EDGE.right, height: HEIGHT - EDGE.top - EDGE.bottom };
   const x = (value) => EDGE.left + ((value - firstStep) / (lastStep - firstStep)) * inner.width;
   const y = (value) => EDGE.top + (1 - (value - low) / (high - low)) * inner.height;
+  const bottom = HEIGHT - EDGE.bottom;
+  const path = points.map(([s, loss]) => `${x(s).toFixed(1)},${y(loss).toFixed(1)}`).join(" ");
+  const ends = [x(points[0][0]).toFixed(1), x(last[0]).toFixed(1)];
+  svg.replaceChildren(
+    ...axes({ x, y, width, low, high, firstStep, lastStep }),
+    node("polygon", { points: `${ends[0]},${bottom} ${path} ${ends[1]},${bottom}`, class: "area" }),
+    node("polyline", { points: path, class: "line" }),
+    node("circle", { cx: ends[1], cy: y(last[1]).toFixed(1), r: 4, class: "dot" }),
+  );
+  shown = { points, x, y, width };
+  point(svg, pointed);
+}
+
+function axes({ x, y, width, low, high, firstStep, lastStep }) {
   const parts = [];
   const losses = ticks(low, high, 4);
   for (const value of losses.found) {
     const at = y(value).toFixed(1);
     parts.push(
       node("line", { x1: EDGE.left, x2: width - EDGE.right, y1: at, y2: at, class: "grid" }),
-      node("text", { x: EDGE.left - 6, y: at, class: "loss-tick" }, value.toFixed(losses.digits)),
+      node("text", { x: EDGE.left - 8, y: at, class: "loss-tick" }, lossText(value, losses.digits)),
     );
   }
   for (const value of ticks(firstStep, lastStep, width < 480 ? 3 : 6).found) {
-    if (!Number.isInteger(value)) continue;
+    if (!Number.isInteger(value) || value < 0) continue;
     parts.push(
-      node("text", { x: x(value).toFixed(1), y: HEIGHT - 6, class: "step-tick" }, String(value)),
+      node("text", { x: x(value).toFixed(1), y: HEIGHT - 7, class: "step-tick" }, count(value)),
     );
   }
-  const path = points.map(([s, loss]) => `${x(s).toFixed(1)},${y(loss).toFixed(1)}`).join(" ");
-  parts.push(
-    node("polyline", { points: path, class: "line" }),
-    node("circle", { cx: x(last[0]).toFixed(1), cy: y(last[1]).toFixed(1), r: 3.5, class: "dot" }),
+  return parts;
+}
+
+// Shows the loss at the step that somebody points at; null for nobody.
+function point(svg, at) {
+  pointed = at;
+  svg.querySelector(".probe")?.remove();
+  if (at === null || shown === null) return;
+  const { points, x, y, width } = shown;
+  const far = ([step]) => Math.abs(x(step) - at);
+  const nearest = points.reduce((best, one) => (far(one) < far(best) ? one : best));
+  const left = x(nearest[0]);
+  const group = node("g", { class: "probe" });
+  const text = `${lossText(nearest[1], 4)} at ${count(nearest[0])}`;
+  group.append(
+    node("line", { x1: left, x2: left, y1: EDGE.top, y2: HEIGHT - EDGE.bottom }),
+    node("circle", { cx: left, cy: y(nearest[1]), r: 4 }),
+    node("text", { x: Math.min(Math.max(left, 110), width - 70), y: EDGE.top - 2 }, text),
   );
-  svg.replaceChildren(...parts);
+  svg.append(group);
+}
+
+export function listen(svg) {
+  svg.addEventListener("pointermove", (event) => {
+    const box = svg.getBoundingClientRect();
+    if (box.width && shown) point(svg, ((event.clientX - box.left) / box.width) * shown.width);
+  });
+  svg.addEventListener("pointerleave", () => point(svg, null));
 }

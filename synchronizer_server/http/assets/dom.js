@@ -5,6 +5,12 @@ const kept = new WeakMap();
 
 export const byId = (id) => document.getElementById(id);
 
+export function make(name, ...classes) {
+  const node = document.createElement(name);
+  if (classes.length) node.className = classes.join(" ");
+  return node;
+}
+
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
@@ -18,12 +24,17 @@ export function setTitle(node, title) {
   if (node.title !== title) node.title = title;
 }
 
+function setRole(node, role) {
+  if (node.getAttribute("role") !== role) node.setAttribute("role", role);
+}
+
 // One child per entry ([key, value]) in the order of the entries.
 export function fill(parent, entries, create, update) {
   const before = kept.get(parent) ?? new Map();
   const now = new Map();
   let place = parent.firstChild;
-  for (const [key, value] of entries) {
+  for (const [wanted, value] of entries) {
+    const key = now.has(wanted) ? `${wanted} (${now.size})` : wanted;
     const child = before.get(key) ?? create(value);
     before.delete(key);
     now.set(key, child);
@@ -35,36 +46,58 @@ export function fill(parent, entries, create, update) {
   kept.set(parent, now);
 }
 
-// A table; a column is {name, text, tone, title, number}: functions of an entry, but for the name.
+// A table; a column is {name, text, more, bar, tone, title, number}: functions of an entry, but for
+// the name. On a phone rows are cards, of which only roles say that they are a table.
 export function table(head, body, columns, entries) {
   fill(
     head,
     columns.map((column) => [column.name, column]),
-    () => document.createElement("th"),
+    () => make("th"),
     (cell, column) => {
       cell.scope = "col";
+      setRole(cell, "columnheader");
       cell.className = column.number ? "number" : "";
       setText(cell, column.name);
+      setTitle(cell, column.what ?? "");
     },
   );
   fill(
     body,
     entries,
-    () => document.createElement("tr"),
+    () => {
+      const row = make("tr");
+      setRole(row, "row");
+      return row;
+    },
     (row, entry) =>
       fill(
         row,
-        columns.map((column) => [column.name, column]),
-        () => document.createElement("td"),
-        (cell, column) => {
-          cell.className = column.number ? "number" : "";
-          cell.dataset.name = column.name;
-          setText(cell, column.text(entry));
-          setTone(cell, column.tone?.(entry));
-          setTitle(cell, column.title?.(entry) ?? "");
-        },
+        columns.map((column, i) => [column.name, [column, i === 0]]),
+        ([column, isFirst]) => newCell(column, isFirst),
+        (cell, [column]) => showCell(cell, column, entry),
       ),
   );
+}
+
+function newCell(column, isFirst) {
+  const cell = make(isFirst ? "th" : "td");
+  if (isFirst) cell.scope = "row";
+  setRole(cell, isFirst ? "rowheader" : "cell");
+  cell.dataset.name = column.name;
+  cell.className = column.number ? "number" : "";
+  cell.append(make("span", "value"));
+  if (column.more) cell.append(make("span", "more"));
+  if (column.bar) cell.append(make("span", "bar"));
+  return cell;
+}
+
+function showCell(cell, column, entry) {
+  const [value, other] = cell.children;
+  setText(value, column.text(entry));
+  setTone(value, column.tone?.(entry));
+  setTitle(cell, column.title?.(entry) ?? "");
+  if (column.more) setText(other, column.more(entry));
+  if (column.bar) other.style.setProperty("--part", column.bar(entry).toFixed(3));
 }
 
 // A list of figures: [label, value, tone].
@@ -73,8 +106,8 @@ export function figures(list, entries) {
     list,
     entries.map((entry) => [entry[0], entry]),
     () => {
-      const pair = document.createElement("div");
-      pair.append(document.createElement("dt"), document.createElement("dd"));
+      const pair = make("div");
+      pair.append(make("dt"), make("dd"));
       return pair;
     },
     (pair, [label, value, tone]) => {

@@ -1,15 +1,17 @@
 // Keeps a connection to /events, shows what comes, and says when nothing comes any more.
 
 import { byId, setText } from "./dom.js";
-import { draw } from "./curve.js";
+import { draw, listen } from "./curve.js";
 import { show } from "./sections.js";
 import { duration } from "./words.js";
 
+const FORMAT = 1; // of what is shown here; a synchronizer that was replaced may send another one
 const RECONNECT_AFTER_S = 10;
 const AGAIN_MS = 3000;
 
 let source = null;
 let seen = null;
+let failure = "";
 let heardAt = performance.now();
 let triedAt = performance.now();
 
@@ -19,15 +21,25 @@ function connect() {
   const mine = new EventSource("events");
   source = mine;
   mine.addEventListener("status", (message) => {
-    seen = JSON.parse(message.data);
     heardAt = triedAt = performance.now();
-    show(seen);
+    take(message.data);
     sayConnection();
   });
   mine.addEventListener("error", () => {
     // A browser tries again by itself, but not where it was refused.
     if (mine === source && mine.readyState === EventSource.CLOSED) setTimeout(again, AGAIN_MS, mine);
   });
+}
+
+function take(text) {
+  try {
+    seen = JSON.parse(text);
+    failure = seen.format === FORMAT ? "" : "this page is of another version";
+    show(seen);
+  } catch (error) {
+    failure = "part of this cannot be shown";
+    console.error(error);
+  }
 }
 
 function again(old) {
@@ -37,12 +49,15 @@ function again(old) {
 function sayConnection() {
   const age = (performance.now() - heardAt) / 1000;
   const late = age > (seen ? 2 * seen.pause_s + 2 : 5);
-  const line = byId("connection");
-  line.className = `connection ${late ? "lost" : seen ? "live" : "waiting"}`;
+  const state = late ? "lost" : failure ? "wrong" : seen ? "live" : "waiting";
+  byId("connection").className = `connection ${state}`;
   document.body.classList.toggle("stale", late);
-  if (!late) setText(line, seen ? "live" : "connecting");
-  else if (!seen) setText(line, "not connected, nothing heard yet");
-  else setText(line, `not connected, last heard ${duration(age)} ago`);
+  // The age is no part of what is read out: it changes all the time.
+  setText(byId("age"), !late ? "" : seen ? `, last heard ${duration(age)} ago` : ", nothing heard yet");
+  const words = {
+    lost: "not connected", wrong: `${failure}: reload it`, live: "live", waiting: "connecting",
+  };
+  setText(byId("word"), words[state]);
   return late;
 }
 
@@ -58,6 +73,7 @@ document.addEventListener("visibilitychange", () => {
   else connect();
 });
 window.addEventListener("resize", () => seen && draw(byId("loss"), seen.losses));
+listen(byId("loss"));
 
 connect();
 setInterval(watch, 500);

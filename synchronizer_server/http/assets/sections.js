@@ -1,49 +1,50 @@
 // What is shown of a look at the fleet: docs/status-page.md describes the object.
 
 import { draw } from "./curve.js";
-import { byId, figures, fill, setText, setTitle, setTone, table } from "./dom.js";
-import { byName, count, duration, names, percent, size, step } from "./words.js";
+import { byId, figures, fill, make, setText, setTitle, setTone, table } from "./dom.js";
+import { isUnderWay, showHealth, tooFew, live } from "./health.js";
+import { showLearners } from "./learners.js";
+import {
+  count, cut, dash, duration, loss, names, percent, plural, size, step, tally,
+} from "./words.js";
 
-const MOST_LEARNERS = 300;
 const MOST_FRAGMENTS = 512;
 const MOST_AWAITED = 8;
+const FEWEST_ROUNDS = 10; // from which their pace says how long the rest takes
 // States of a round in which not all learners are asked yet: it wants as many as the quorum.
 const ASKING = ["collecting", "suspended", "grace"];
-const HAS_LEFT = ["left", "drained"];
 const GOOD = "good";
 const WARNING = "warning";
 const BAD = "bad";
-const STATE_TONES = {
-  live: GOOD, joined: WARNING, expected: WARNING, disconnected: WARNING, gone: BAD,
-};
 const RUN_TONES = { running: GOOD, complete: GOOD, following: "" };
 
-const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
-const dash = (value, text) => (value === null || value === undefined ? "-" : text(value));
-
+// One that fails keeps none of the others from being shown.
 export function show(seen) {
   const status = seen.status;
   const leads = status.role === "leading";
   // Who follows knows rounds and versions, and nothing of those who train.
-  for (const id of ["figures", "learner-section", "round-section"]) byId(id).hidden = !leads;
-  byId("loss-section").hidden = !leads && !seen.losses.length;
-  showHead(seen, status);
-  showProgress(seen, status);
-  showWaits(status);
-  showLosses(seen);
-  showLearners(seen, status);
-  showRounds(status);
-  showFragments(status);
-  showSynchronizers(seen, status);
-  showHealth(seen);
-  showData(status);
-  showEvents(seen);
+  for (const id of ["figures", "loss-section", "learner-section", "round-section"]) {
+    byId(id).hidden = !leads;
+  }
+  const parts = [
+    showHead, showHealth, showProgress, showWaits, showLosses, showLearners, showRounds,
+    showFragments, showSynchronizers, showStorage, showData, showEvents,
+  ];
+  const failures = [];
+  for (const part of parts) {
+    try {
+      part(seen, status);
+    } catch (error) {
+      failures.push(error);
+    }
+  }
+  if (failures.length) throw failures[0];
 }
 
 function showHead(seen, status) {
   const name = status.run_id || "Decoupled DiLoCo";
   setText(byId("run"), name);
-  document.title = `${status.global_step} ${status.state} - ${name}`;
+  document.title = `${count(status.global_step)} ${status.state} - ${name}`;
   const badge = byId("state");
   badge.hidden = !status.state;
   setText(badge, status.state);
@@ -65,52 +66,59 @@ function leaderText(seen, status) {
 function showProgress(seen, status) {
   const total = status.total_global_steps;
   setText(byId("step"), count(status.global_step));
-  setText(
-    byId("of"),
-    total
-      ? `of ${count(total)} global steps, ${percent(Math.min(status.global_step / total, 1))}`
-      : "global steps, without end",
-  );
+  setText(byId("of"), total ? progressText(status, total) : "global steps, without end");
   const bar = byId("progress");
   bar.hidden = !total;
   bar.max = total || 1;
   bar.value = Math.min(status.global_step, total || 1);
   figures(byId("figures"), paceFigures(seen, status));
+  const reasons = tally(status.totals?.pushes_by_reason ?? {});
+  setText(byId("figures-note"), reasons ? `pushes left out: ${reasons}` : "");
+}
+
+function progressText(status, total) {
+  const done = percent(Math.min(status.global_step / total, 1));
+  const text = `of ${count(total)} global steps, ${done}`;
+  const rounds = status.totals?.rounds ?? 0;
+  const left = total - status.global_step;
+  if (status.state !== "running" || rounds < FEWEST_ROUNDS || left <= 0) return text;
+  return `${text}, about ${duration((left * status.uptime_seconds) / rounds)} to go`;
 }
 
 function paceFigures(seen, status) {
-  const live = status.learners.filter((learner) => learner.state === "live");
-  const tokens = live.reduce((sum, learner) => sum + learner.tokens_per_second, 0);
+  const here = live(status);
+  const tokens = here.reduce((sum, learner) => sum + learner.tokens_per_second, 0);
   const { totals, pace } = status;
-  const few = live.length < status.quorum;
   return [
-    ["learners live", `${live.length} of ${status.learners.length}`, few ? BAD : GOOD],
-    ["quorum", String(status.quorum)],
-    ["tokens/s", count(tokens)],
+    ["learners live", `${count(here.length)} of ${count(status.learners.length)}`,
+      tooFew(status) ? BAD : isUnderWay(status) ? GOOD : ""],
+    ["quorum", count(status.quorum)],
     ["participation", totals?.live ? percent(totals.participation) : "-"],
+    ["tokens/s", count(tokens)],
+    ["tokens merged", count(totals?.tokens_merged ?? 0)],
     ["measured H", totals?.measured_h ? totals.measured_h.toFixed(1) : "-"],
     ["inner step", pace?.step_seconds ? step(pace.step_seconds) : "-"],
     ["grace window", pace?.grace_seconds ? step(pace.grace_seconds) : "-"],
     ["last published", dash(seen.published_s, (s) => `${duration(s)} ago`)],
-    ["rounds merged", count(totals?.rounds ?? 0)],
+    ["rounds this term", count(totals?.rounds ?? 0)],
     ["up / down", `${size(totals?.bytes_up ?? 0)} / ${size(totals?.bytes_down ?? 0)}`],
-    ["up for", duration(status.uptime_seconds)],
+    ["term began", `${duration(status.uptime_seconds)} ago`],
   ];
 }
 
-function showWaits(status) {
+function showWaits(_, status) {
   const waits = status.waits.filter((wait) => !wait.subject.startsWith("round "));
   byId("waits").hidden = !waits.length;
   fill(
     byId("wait-list"),
     waits.map((wait) => [wait.subject, wait]),
-    () => document.createElement("li"),
+    () => make("li"),
     (line, wait) => setText(line, `${wait.subject}: ${waitText(wait)}`),
   );
 }
 
 function waitText(wait) {
-  const detail = wait.detail ? `: ${wait.detail}` : "";
+  const detail = wait.detail ? `: ${cut(wait.detail)}` : "";
   return `${wait.reason}${detail} (${duration(wait.seconds)})`;
 }
 
@@ -119,96 +127,11 @@ function showLosses(seen) {
   setText(
     byId("loss-note"),
     last
-      ? `${last[1].toFixed(4)} nats per token at global step ${count(last[0])}; median of the ` +
+      ? `${loss(last[1], 4)} nats per token at global step ${count(last[0])}; median of the ` +
           "contributors, since this synchronizer began to lead"
       : "known once learners contribute and report a loss",
   );
   draw(byId("loss"), seen.losses);
-}
-
-const learnerColumns = [
-  {
-    name: "learner",
-    text: ({ learner }) => learner.learner_id,
-    title: ({ learner }) =>
-      Object.entries(learner.labels).map(([key, value]) => `${key}=${value}`).join(" "),
-  },
-  {
-    name: "state",
-    text: ({ learner }) => (learner.quarantine ? "quarantine" : learner.state),
-    tone: ({ learner }) => (learner.quarantine ? BAD : STATE_TONES[learner.state]),
-    title: ({ learner }) => learner.quarantine,
-  },
-  {
-    name: "incarnation",
-    number: true,
-    text: ({ learner }) => dash(learner.incarnation, (x) => `${x.term}.${x.number}`),
-  },
-  { name: "step", number: true, text: ({ learner }) => count(learner.local_step) },
-  { name: "loss", number: true, text: ({ learner }) => dash(learner.loss, (x) => x.toFixed(3)) },
-  { name: "tokens/s", number: true, text: ({ learner }) => count(learner.tokens_per_second) },
-  {
-    name: "behind",
-    number: true,
-    text: ({ learner }) =>
-      HAS_LEFT.includes(learner.state) ? "-" : String(learner.versions_behind),
-    title: () => "fragments whose published version it has not applied yet",
-  },
-  {
-    name: "weight",
-    number: true,
-    text: ({ share }) => dash(share, percent),
-    title: () => "mean share in the weight of the last rounds",
-  },
-  {
-    name: "merged",
-    number: true,
-    text: ({ learner }) => {
-      const rest = learner.dropped + learner.refused;
-      return rest ? `${learner.accepted} (-${rest})` : String(learner.accepted);
-    },
-    title: ({ learner }) => `${learner.dropped} dropped, ${learner.refused} refused`,
-  },
-  {
-    name: "last refusal",
-    text: ({ learner }) => learner.last_reason || "-",
-    tone: ({ learner }) => (learner.last_reason ? WARNING : ""),
-  },
-  {
-    name: "heard",
-    number: true,
-    text: ({ learner }) => `${duration(learner.heard_seconds_ago)} ago`,
-  },
-];
-
-function showLearners(seen, status) {
-  const sorted = [...status.learners].sort((a, b) => byName(a.learner_id, b.learner_id));
-  const columns = [...learnerColumns];
-  if (status.data?.mode === "leases") {
-    columns.push({
-      name: "data lease",
-      number: true,
-      text: ({ learner }) =>
-        learner.data_stop
-          ? `${count(learner.data_position)} of ${count(learner.data_stop)}`
-          : "-",
-    });
-  }
-  table(
-    byId("learner-head"),
-    byId("learners"),
-    columns,
-    sorted
-      .slice(0, MOST_LEARNERS)
-      .map((learner) => [learner.learner_id, { learner, share: seen.shares[learner.learner_id] }]),
-  );
-  const left = sorted.filter((learner) => learner.quarantine);
-  const lines = left.map((learner) => `${learner.learner_id} is left out: ${learner.quarantine}`);
-  if (sorted.length > MOST_LEARNERS) {
-    lines.push(`${sorted.length - MOST_LEARNERS} more are in status.json`);
-  }
-  if (!sorted.length) lines.push("none has joined yet");
-  setText(byId("learners-note"), lines.join("; "));
 }
 
 function wanted(round, status) {
@@ -216,19 +139,24 @@ function wanted(round, status) {
   return ASKING.includes(round.state) ? Math.max(asked, status.quorum) : asked;
 }
 
-function showRounds(status) {
+function showRounds(_, status) {
   const waits = new Map(status.waits.map((wait) => [wait.subject, wait]));
   const columns = [
     { name: "round", number: true, text: (round) => count(round.global_step) },
-    { name: "fragment", number: true, text: (round) => String(round.fragment) },
+    { name: "fragment", number: true, text: (round) => count(round.fragment) },
     { name: "state", text: (round) => round.state },
     {
       name: "in",
+      what: "contributions accepted, of those wanted",
       number: true,
-      text: (round) => `${round.accepted.length} of ${wanted(round, status)}`,
-      title: (round) => round.accepted.join(", "),
+      text: (round) => `${count(round.accepted.length)} of ${count(wanted(round, status))}`,
+      title: (round) => names(round.accepted, 50),
     },
-    { name: "awaited", text: (round) => names(round.pending, MOST_AWAITED) || "-" },
+    {
+      name: "awaited",
+      text: (round) => names(round.pending, MOST_AWAITED) || "-",
+      title: (round) => names(round.pending, 50),
+    },
     {
       name: "why",
       text: (round) => dash(waits.get(`round ${round.global_step}`), waitText),
@@ -249,15 +177,15 @@ function showRounds(status) {
   setText(byId("rounds-note"), lines.join("; "));
 }
 
-function showFragments(status) {
+function showFragments(_, status) {
   const rounds = new Map(status.rounds.map((round) => [round.fragment, round]));
   const known = status.versions.filter((entry) => entry.version);
   fill(
     byId("fragments"),
     known.slice(0, MOST_FRAGMENTS).map((entry) => [entry.fragment, entry]),
     () => {
-      const cell = document.createElement("li");
-      cell.append(document.createElement("span"), document.createElement("b"));
+      const cell = make("li");
+      cell.append(make("span"), make("b"));
       return cell;
     },
     (cell, { fragment, version }) => {
@@ -277,7 +205,7 @@ function showFragments(status) {
     byId("fragments-note"),
     known.length
       ? "global step of each fragment's version; outlined: in a round now" +
-          (rest > 0 ? `; ${rest} more are in status.json` : "")
+          (rest > 0 ? `; ${count(rest)} more are in status.json` : "")
       : "no fragment has a version yet",
   );
 }
@@ -316,41 +244,45 @@ function showSynchronizers(seen, status) {
 
 function synchronizersNote(seen, status, numStandbys) {
   if (!seen.peers.length) return "no standby is configured";
-  const peers = `peers: ${seen.peers.join(", ")}`;
+  const peers = `peers: ${names(seen.peers)}`;
   if (status.role !== "leading") return `${peers}; the leader knows who is in sync`;
   return numStandbys ? peers : `no standby is connected; ${peers}`;
 }
 
-function showHealth(seen) {
+function showStorage(seen) {
   const { redis, store } = seen;
-  const tones = { reachable: GOOD, unreachable: BAD };
-  figures(byId("health"), [
-    ["Redis", redis ? `${redis.state}, ${redis.address}` : "none: membership is in memory",
-      tones[redis?.state]],
-    ...(redis?.detail ? [["Redis says", redis.detail, BAD]] : []),
-    ["store", store.reason ? `${store.state}: ${store.reason}` : store.state,
-      store.state === "working" ? GOOD : BAD],
+  const tones = { working: GOOD, failing: BAD };
+  figures(byId("storage"), [
+    ["Redis", redis ? redis.state : "none, membership is in memory", tones[redis?.state]],
+    ...(redis?.detail ? [["Redis says", cut(redis.detail), BAD]] : []),
+    ...(redis ? [["Redis at", redis.address]] : []),
+    ["store", storeText(store), tones[store.state]],
     ["durability", store.durability],
     ["free space", dash(store.bytes_free, size)],
     ["directory", store.directory],
   ]);
 }
 
-function showData(status) {
+function storeText(store) {
+  if (store.state === "unknown") return "known of who leads";
+  return store.reason ? `${store.state}: ${store.reason}` : store.state;
+}
+
+function showData(_, status) {
   const { snapshot, data } = status;
   const entries = [["last snapshot", snapshot?.complete || "none"]];
   if (snapshot?.pending) {
     entries.push(["snapshot under way", `${snapshot.pending}, for ${names(snapshot.awaited)}`]);
   }
   if (snapshot?.failure) {
-    entries.push([`snapshot ${snapshot.last}`, `failed: ${snapshot.failure}`, BAD]);
+    entries.push([`snapshot ${snapshot.last}`, `failed: ${cut(snapshot.failure)}`, BAD]);
   }
-  const out = Object.entries(snapshot?.left_out ?? {}).map(([name, why]) => `${name} (${why})`);
+  const out = Object.entries(snapshot?.left_out ?? {}).map(([name, why]) => `${name} (${cut(why)})`);
   if (out.length) entries.push([`left out of ${snapshot.last}`, names(out), WARNING]);
   entries.push(["training data", data?.mode || "-"]);
   if (data?.mode === "leases") {
     entries.push(
-      ["epoch", String(data.epoch)],
+      ["epoch", count(data.epoch)],
       ["samples free", count(data.num_free)],
       ["on lease", count(data.num_leased)],
       ["merged", count(data.num_merged)],
@@ -366,8 +298,8 @@ function showEvents(seen) {
     byId("events"),
     seen.events.map((event) => [event.number, event]),
     () => {
-      const line = document.createElement("li");
-      line.append(...["time", "b", "span"].map((name) => document.createElement(name)));
+      const line = make("li");
+      line.append(make("time"), make("b"), make("span"));
       return line;
     },
     (line, event) => {

@@ -1,11 +1,19 @@
 // Numbers and times for people.
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const large = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 const UNITS = ["B", "kB", "MB", "GB", "TB"];
 
-export const count = (number) => whole.format(number);
+// Large ones in short: nobody reads more, and who reports absurd ones takes no room.
+export function count(number) {
+  if (number < 1e9) return whole.format(number);
+  return number < 1e15 ? large.format(number) : number.toExponential(1);
+}
 
-export const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
+export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+
+export const percent = (share) =>
+  `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 
 export function size(bytes) {
   let value = bytes;
@@ -28,6 +36,12 @@ export function duration(seconds) {
 
 export const step = (seconds) => (seconds < 10 ? `${seconds.toFixed(3)} s` : duration(seconds));
 
+export const loss = (value, digits = 3) =>
+  Math.abs(value) < 1e5 ? value.toFixed(digits) : value.toExponential(1);
+
+export const dash = (value, text) =>
+  value === null || value === undefined ? "-" : text(value);
+
 // learner-2 before learner-10.
 export const byName = new Intl.Collator("en", { numeric: true }).compare;
 
@@ -35,3 +49,13 @@ export const names = (list, most = 8) =>
   list.length > most
     ? `${list.slice(0, most).join(", ")} and ${list.length - most} more`
     : list.join(", ");
+
+export const cut = (text, most = 240) =>
+  text.length > most ? `${text.slice(0, most)} ...` : text;
+
+// "TOO_LATE 10, NON_FINITE 2" of {TOO_LATE: 10, NON_FINITE: 2}, the most frequent first.
+export const tally = (numbers) =>
+  Object.entries(numbers)
+    .sort((a, b) => b[1] - a[1])
+    .map(([what, number]) => `${what} ${count(number)}`)
+    .join(", ");
