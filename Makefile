@@ -39,6 +39,7 @@ help:
 	@echo 'make run          train a small language model with a fleet on this machine (diloco run)'
 	@echo 'make test         run the tests'
 	@echo 'make chaos        break fleets on purpose, and see what holds (diloco chaos run all --short)'
+	@echo 'make storm        kill learners at random for a minute, beside the same fleet left alone'
 	@echo 'make lint         ruff, mypy and buf'
 	@echo 'make images       build the container images of compose/ (decoupled-diloco/NAME:dev)'
 	@echo 'make test-containers   run a fleet of containers and test it; starts an engine if need be'
@@ -85,6 +86,11 @@ lint: $(STAMP)
 .PHONY: chaos
 chaos: $(STAMP)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/diloco chaos run all --short $(ARGS)
+
+# The short form of proof-storm.
+.PHONY: storm
+storm: $(STAMP)
+	@$(BIN)/python -u -m benchmarks.proofs.storm --seconds 60 --no-write $(ARGS)
 
 .PHONY: protos
 protos: $(STAMP)
