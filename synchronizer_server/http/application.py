@@ -96,7 +96,7 @@ class Pages:
         self._metrics = metrics
         self._is_local = is_loopback(address)
         self._is_serving = is_serving
-        self._stays = stays
+        self.stays = stays
         self._limits = limits
         self._failure = ""
         self.num_viewers = 0
@@ -178,7 +178,7 @@ class Pages:
         response = web.StreamResponse(headers=headers)
         response.force_close()
         self.num_viewers += 1
-        self._stays(request)
+        self.stays(request)
         try:
             await response.prepare(request)
             await self._tell(request, response, is_packed=is_packed)

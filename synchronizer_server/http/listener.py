@@ -127,8 +127,9 @@ class StatusPage:
         return oldest is not None
 
     def _stays(self, request: web.Request) -> None:
-        self._forget(request.protocol)
-        self._open[request.protocol] = None
+        if request.protocol in self._open:  # else it is over already
+            self._forget(request.protocol)
+            self._open[request.protocol] = None
 
     def _forget(self, handler: web.RequestHandler) -> None:
         timer = self._open.pop(handler, None)

@@ -8,6 +8,7 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,6 +105,13 @@ async def test_a_connection_that_is_over_is_not_remembered(tmp_path: Path) -> No
         for _ in range(20):
             assert (await viewer.get("healthz"))[0] == 200
         await until(lambda: not viewer.page.num_connections)
+
+
+async def test_a_viewer_that_is_gone_before_it_is_served_is_not_remembered(tmp_path: Path) -> None:
+    async with looking_at(sources_of(Switchboard(), History(), tmp_path)) as viewer:
+        assert viewer.page.num_connections == 0
+        viewer.page.pages.stays(SimpleNamespace(protocol=object()))  # type: ignore[arg-type]
+        assert viewer.page.num_connections == 0
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /healthz HTTP/1.1\r\nHost: local"])
