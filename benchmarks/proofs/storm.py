@@ -5,8 +5,8 @@ learner is killed (-9) at random, with a mean of 20 s between two kills, for --s
 by side, goodput by the paper's definition (time in inner steps over learners times window),
 participation, measured H and the held-out loss on equal tokens, as many as both have got to: those
 that all learners had trained on, what was lost with the killed ones too, when the copy that was
-evaluated was committed. Writes storm.json beside this file. Exit code 1 if anything is not as
-promised.
+evaluated was committed; that of the storm may be 2 % higher. Writes storm.json beside this file.
+Exit code 1 if anything is not as promised.
 
     make proof-storm
     make storm                           # a minute of it, which writes nothing
@@ -21,7 +21,7 @@ import signal
 import sys
 import tempfile
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,12 @@ def scenario(
     name: str, *, mtbf_s: float | None, seconds: float, learners: int, pace: float
 ) -> Scenario:
     """A fleet for so many seconds, with kills or without."""
+    # Between two evaluations a loss that falls steeply, as at the beginning, is seen too high.
+    evaluate_every = 10 if seconds < 300.0 else 25
     settings: dict[str, dict[str, object]] = {
         # A learning rate that does not fall: fleets are compared on equal tokens, not steps.
         "trainer": {"total_global_steps": 1_000_000, "warmup_steps": 40},
-        "fleet": {"pace": pace, "evaluate_every": 25, "device": "cpu"},
+        "fleet": {"pace": pace, "evaluate_every": evaluate_every, "device": "cpu"},
     }
     return Scenario(
         name=name,
@@ -121,6 +123,11 @@ def loss_at(points: Sequence[tuple[float, float]], tokens: float) -> float:
     return y0 + min(max(share, 0.0), 1.0) * (y1 - y0)
 
 
+def excess(losses: Mapping[str, float]) -> float:
+    """By which share the loss of the storm is above that of the fleet left alone."""
+    return losses["storm"] / losses["undisturbed"] - 1.0
+
+
 def problems(
     quiet: Result, storm: Result, losses: dict[str, float], sync_interval: int
 ) -> list[str]:
@@ -133,12 +140,12 @@ def problems(
         "undisturbed: measured H is not within 20 %": h is not None
         and abs(h / sync_interval - 1.0) <= H_SHARE,
         "nobody was killed": num_kills > 0,
-        f"losses on equal tokens differ by more than 2 %: {losses}": abs(
-            losses["storm"] / losses["undisturbed"] - 1.0
-        )
-        <= LOSS_SHARE,
     }
     found = [problem for problem, fine in checks.items() if not fine]
+    # One that is lower is none: on equal tokens, learners of whom some are away have made more
+    # steps each. Not a number is one.
+    if not excess(losses) <= LOSS_SHARE:
+        found.append(f"the loss on equal tokens is {excess(losses):+.1%} off; at most +2 %")
     for result in (quiet, storm):
         if result.verdict is not Verdict.PASSED:
             found.append(f"{result.scenario.name}: {result.verdict}")
@@ -156,6 +163,7 @@ def print_figures(quiet: Result, storm: Result, losses: dict[str, float], tokens
     for name, *values in rows:
         shown = [f"{x:.4g}" if isinstance(x, float) else str(x) for x in values]
         print(f"{name:24}{shown[0]:>16}{shown[1]:>16}")
+    print(f"{'  above the undisturbed':40}{excess(losses):>+16.2%}")
     times = sorted(x.recovery_s for x in storm.records if x.recovery_s is not None)
     num_kills = sum(record.began_s is not None for record in storm.records)
     print(f"\nkills {num_kills}, of {len(storm.records)} that chance drew; as before after, s:")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.proofs.storm import loss_at, loss_by_tokens, scenario
+from benchmarks.proofs.storm import excess, loss_at, loss_by_tokens, scenario
 from diloco_fleet.chaos.own_fleet import resolve_shape
 from diloco_fleet.chaos.schedule import draw_schedule
 from diloco_fleet.metrics import Evaluation, Round, RunMetrics, Step
@@ -42,6 +42,11 @@ def test_a_loss_belongs_to_the_tokens_of_all_learners_until_its_copy_was_committ
 )
 def test_between_evaluations_a_loss_is_interpolated(tokens: float, loss: float) -> None:
     assert loss_at([(0.0, 5.0), (20.0, 4.0), (30.0, 3.0)], tokens) == pytest.approx(loss)
+
+
+def test_a_loss_that_is_higher_is_an_excess_and_a_lower_one_is_none() -> None:
+    assert excess({"storm": 3.06, "undisturbed": 3.0}) == pytest.approx(0.02)
+    assert excess({"storm": 2.7, "undisturbed": 3.0}) == pytest.approx(-0.1)
 
 
 def test_the_fleet_that_is_left_alone_differs_in_nothing_but_the_kills() -> None:
