@@ -30,8 +30,14 @@ QUERIES = [
     for panel in DASHBOARD["panels"]
     for target in panel.get("targets", ())
 ] + [(entry["name"], entry["expr"]) for entry in DASHBOARD["annotations"]["list"]]
-QUIET: set[str] = set()
-"""Queries that find nothing in a fleet of which nothing is amiss."""
+QUIET = {
+    "Take-overs",
+    # What waits now, and pushes that were left out.
+    *("What waits, A", "Waits, A", "Left out, and why, A"),
+    # The fleet takes no snapshots.
+    *("Newest snapshot, A", "Rounds since, A"),
+}
+"""Queries that may find nothing in a fleet of which nothing is amiss."""
 
 
 class Prometheus:
