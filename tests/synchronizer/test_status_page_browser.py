@@ -76,7 +76,8 @@ async def test_it_shows_the_fleet_keeps_up_and_runs_nothing_that_learners_say(
             "[...document.querySelectorAll('#learners th .value')].map(x => x.textContent)"
         )
         assert names == [HOSTILE, "learner-10"]
-        assert await tab.ask("document.images.length") == 0
+        images = "[...document.images].map(x => x.getAttribute('src'))"
+        assert await tab.ask(images) == ["icon.svg"], "its own, and no other"
         await round_of(fleet, a, hostile)
         await tab.until("document.querySelector('#step').textContent === '1'")
         await round_of(fleet, a, hostile)
@@ -122,6 +123,12 @@ async def test_it_fits_a_phone_and_a_dark_room(tmp_path: Path, tab: Tab) -> None
             await tab.until(f"innerWidth === {width}")
             over = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
             assert await tab.ask(over) == 0, f"{name}: nothing is to be scrolled sideways"
+            narrow = (
+                "[...document.querySelectorAll('main > section:not([hidden])')]"
+                f".filter(x => x.clientWidth < {0.9 if width < 600 else 0.25} * innerWidth)"
+                ".map(x => x.textContent.slice(0, 20))"
+            )
+            assert await tab.ask(narrow) == [], f"{name}: nothing is squeezed"
             color = await tab.ask("getComputedStyle(document.body).backgroundColor")
             backgrounds.add((dark, color))
             picture = await tab.picture()

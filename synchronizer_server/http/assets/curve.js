@@ -16,11 +16,16 @@ function node(name, attributes, text) {
   return made;
 }
 
-// About `wanted` round numbers between two values.
-function ticks(low, high, wanted) {
+// The distance of about `wanted` round numbers between two values.
+function unitOf(low, high, wanted) {
   const raw = (high - low) / wanted;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const unit = [1, 2, 5, 10].find((factor) => factor * power >= raw) * power;
+  return [1, 2, 5, 10].find((factor) => factor * power >= raw) * power;
+}
+
+// Those numbers, and how many digits they have behind the point.
+function ticks(low, high, wanted) {
+  const unit = unitOf(low, high, wanted);
   const found = [];
   for (let i = Math.ceil(low / unit); i * unit <= high + unit * 1e-9; i += 1) found.push(i * unit);
   return { found, digits: Math.max(0, -Math.floor(Math.log10(unit))) };
@@ -34,6 +39,12 @@ function span(values) {
   if (high - low > Math.max(SMALLEST_SPAN, largest * SMALLEST_SPAN)) return [low, high];
   const half = Math.max(largest * 0.05, 0.5);
   return [low - half, high + half];
+}
+
+// The same, a little wider, so that it ends near a tick.
+function rounded([low, high]) {
+  const part = unitOf(low, high, 4) / 2;
+  return [Math.floor(low / part) * part, Math.ceil(high / part) * part];
 }
 
 const tame = ([step, loss]) => [step, Math.max(-LARGEST, Math.min(LARGEST, loss))];
@@ -58,7 +69,7 @@ export function draw(svg, all) {
     return;
   }
   const [firstStep, lastStep] = span(points.map((point) => point[0]));
-  const [low, high] = span(points.map((point) => point[1]));
+  const [low, high] = rounded(span(points.map((point) => point[1])));
   const inner = { width: width - EDGE.left - EDGE.right, height: HEIGHT - EDGE.top - EDGE.bottom };
   const x = (value) => EDGE.left + ((value - firstStep) / (lastStep - firstStep)) * inner.width;
   const y = (value) => EDGE.top + (1 - (value - low) / (high - low)) * inner.height;

@@ -46,8 +46,8 @@ export function fill(parent, entries, create, update) {
   kept.set(parent, now);
 }
 
-// A table; a column is {name, text, more, bar, tone, title, number}: functions of an entry, but for
-// the name. On a phone rows are cards, of which only roles say that they are a table.
+// A table; a column is {name, what, number, code} and functions of an entry: text, more, bar, tone,
+// title. On a phone rows are cards, of which only roles say that they are a table.
 export function table(head, body, columns, entries) {
   fill(
     head,
@@ -85,7 +85,7 @@ function newCell(column, isFirst) {
   setRole(cell, isFirst ? "rowheader" : "cell");
   cell.dataset.name = column.name;
   cell.className = column.number ? "number" : "";
-  cell.append(make("span", "value"));
+  cell.append(make("span", column.code ? "value code" : "value"));
   if (column.more) cell.append(make("span", "more"));
   if (column.bar) cell.append(make("span", "bar"));
   return cell;

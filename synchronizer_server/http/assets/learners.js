@@ -65,6 +65,7 @@ const columns = [
   },
   {
     name: "last refusal",
+    code: true,
     text: ({ learner }) => learner.last_reason || "-",
     tone: ({ learner }) => (learner.last_reason ? "warning" : ""),
   },

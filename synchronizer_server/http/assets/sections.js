@@ -101,13 +101,17 @@ function paceFigures(seen, status) {
     ["grace window", pace?.grace_seconds ? step(pace.grace_seconds) : "-"],
     ["last published", dash(seen.published_s, (s) => `${duration(s)} ago`)],
     ["rounds this term", count(totals?.rounds ?? 0)],
-    ["up / down", `${size(totals?.bytes_up ?? 0)} / ${size(totals?.bytes_down ?? 0)}`],
+    ["pushed up", size(totals?.bytes_up ?? 0)],
+    ["sent down", size(totals?.bytes_down ?? 0)],
     ["term began", `${duration(status.uptime_seconds)} ago`],
   ];
 }
 
 function showWaits(_, status) {
-  const waits = status.waits.filter((wait) => !wait.subject.startsWith("round "));
+  // Rounds say theirs, and the title says who is followed.
+  const waits = status.waits.filter(
+    (wait) => !wait.subject.startsWith("round ") && wait.reason !== "following",
+  );
   byId("waits").hidden = !waits.length;
   fill(
     byId("wait-list"),
@@ -226,20 +230,20 @@ function showSynchronizers(seen, status) {
   const columns = [
     { name: "standby", text: (standby) => standby.standby_id },
     {
-      name: "in sync",
-      text: (standby) => (standby.in_sync ? "in sync" : "not in sync"),
-      tone: (standby) => (standby.in_sync ? GOOD : BAD),
-    },
-    {
-      name: "connection",
-      text: (standby) => (standby.connected ? "connected" : "not connected"),
-      tone: (standby) => (standby.connected ? GOOD : BAD),
+      name: "state",
+      text: standbyState,
+      tone: (standby) => (standby.in_sync && standby.connected ? GOOD : BAD),
     },
     { name: "acknowledged", number: true, text: (standby) => count(standby.acked_global_step) },
   ];
   const standbys = (backing?.replicas ?? []).map((standby) => [standby.standby_id, standby]);
   table(byId("standby-head"), byId("standbys"), standbys.length ? columns : [], standbys);
   setText(byId("standbys-note"), synchronizersNote(seen, status, standbys.length));
+}
+
+function standbyState(standby) {
+  const sync = standby.in_sync ? "in sync" : "not in sync";
+  return standby.connected ? sync : `${sync}, not connected`;
 }
 
 function synchronizersNote(seen, status, numStandbys) {
@@ -264,7 +268,7 @@ function showStorage(seen) {
 }
 
 function storeText(store) {
-  if (store.state === "unknown") return "known of who leads";
+  if (store.state === "unknown") return "unknown while it follows";
   return store.reason ? `${store.state}: ${store.reason}` : store.state;
 }
 
