@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from decoupled_diloco.v1 import admin_pb2 as pb
 from decoupled_diloco.wire import MAX_COUNT, held_to, incarnation_to
@@ -25,6 +25,8 @@ def status_message(engine: Engine, labels: Mapping[str, Mapping[str, str]]) -> p
     learners = sorted(state.roster, key=lambda x: x.learner_id)
     pace = state.pace
     positions = state.data.positions() if state.data is not None else {}
+    versions = engine.updates.versions()
+    published = [v.global_step for v in versions]
     return pb.GetStatusResponse(
         run_id=state.settings.run_id,
         claim=engine.claim(),
@@ -42,12 +44,13 @@ def status_message(engine: Engine, labels: Mapping[str, Mapping[str, str]]) -> p
                 engine,
                 x,
                 now,
-                labels.get(x.learner_id, {}),
-                positions.get(x.learner_id, (0, 0)),
+                published=published,
+                labels=labels.get(x.learner_id, {}),
+                position=positions.get(x.learner_id, (0, 0)),
             )
             for x in learners
         ],
-        versions=held_to(dict(enumerate(engine.updates.versions()))),
+        versions=held_to(dict(enumerate(versions))),
         pace=pb.PaceStatus(
             step_seconds=pace.step_s or 0.0,
             quorum_seconds=pace.quorum_s or 0.0,
@@ -127,6 +130,8 @@ def _learner(
     engine: Engine,
     learner: Learner,
     now: float,
+    *,
+    published: Sequence[int],
     labels: Mapping[str, str],
     position: tuple[int, int],
 ) -> pb.LearnerStatus:
@@ -139,7 +144,7 @@ def _learner(
         local_step=learner.local_step,
         loss=learner.loss,
         tokens_per_second=learner.tokens_per_second if learner.live else 0.0,
-        versions_behind=_versions_behind(engine, learner),
+        versions_behind=_versions_behind(published, learner),
         heard_seconds_ago=max(now - learner.heard_at, 0.0),
         bytes_up=ledger.bytes_up[learner.learner_id],
         bytes_down=ledger.bytes_down[learner.learner_id],
@@ -156,9 +161,8 @@ def _learner(
     )
 
 
-def _versions_behind(engine: Engine, learner: Learner) -> int:
+def _versions_behind(published: Sequence[int], learner: Learner) -> int:
     """Fragments of which the learner has not applied the published version."""
-    published = [v.global_step for v in engine.updates.versions()]
     if len(published) != len(learner.known_global_steps):
         return len(published)
     return sum(a != b for a, b in zip(published, learner.known_global_steps, strict=True))
