@@ -132,7 +132,9 @@ def test_an_interrupted_scenario_heals_everything(whole: ComposeFleet, tmp_path:
     scenario = tmp_path / "disturbed.toml"
     scenario.write_text(SLOW_FROZEN_AND_CUT_OFF)
     folder = tmp_path / "result"
-    command = (*CHAOS, str(scenario), "--project", whole.project, "--out", str(folder))
+    # A shell's job in the background heeds no Ctrl-C, nor do its children: these do.
+    heeding = ("env", "--default-signal=INT")
+    command = (*heeding, *CHAOS, str(scenario), "--project", whole.project, "--out", str(folder))
     running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         learners = whole.containers("learner")
