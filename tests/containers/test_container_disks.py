@@ -39,6 +39,8 @@ def test_a_fleet_changes_over_to_small_disks_one_at_a_time(fleet: ComposeFleet) 
     follower = {"synchronizer": "standby", "standby": "synchronizer"}[leader]
     up = ("up", "--detach", "--no-build", "--no-deps")
     for service in (follower, leader):
+        # Made anew in place it would keep the volume that it had there.
+        fleet.compose("rm", "--stop", "--force", service)
         fleet.compose(*up, service, overlay="small-disks")
         container = fleet.container(service)
         wait_for(f"{service} is well", lambda c=container: health(c) == "healthy")
