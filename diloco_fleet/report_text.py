@@ -83,7 +83,7 @@ def markdown(report: Report) -> str:
     """Returns the content of ``report.md``."""
     parts = [
         f"# Run {report.run_id}\n\nOutcome: {report.outcome}.\n",
-        _table(_figures(report)),
+        _table(("figure", "value"), _figures(report)),
         "![Losses](loss.png)\n",
         _contributions(report),
         _waits(report),
@@ -159,14 +159,12 @@ def _by_process(restarts: Mapping[str, int]) -> str:
     return f" ({names})" if names else ""
 
 
-def _table(rows: list[tuple[str, str]]) -> str:
-    return _grid(("figure", "value"), rows)
-
-
-def _grid(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table; nothing in a cell ends it."""
+def _table(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table; nothing in a cell ends the cell or the row."""
     cells = [names, ["---"] * len(names), *rows]
-    lines = [" | ".join(str(cell).replace("|", r"\|") for cell in row) for row in cells]
+    lines = [
+        " | ".join(" ".join(str(cell).split()).replace("|", r"\|") for cell in row) for row in cells
+    ]
     return "".join(f"| {line} |\n" for line in lines)
 
 
@@ -182,7 +180,7 @@ def _contributions(report: Report) -> str:
     ]
     return (
         f"## Contributions\n\nRounds by number of contributors (rounds x contributors): "
-        f"{by_count}.\n\n" + _grid(("learner", "rounds contributed to", "share"), rows)
+        f"{by_count}.\n\n" + _table(("learner", "rounds contributed to", "share"), rows)
     )
 
 
@@ -199,7 +197,7 @@ def _waits(report: Report) -> str:
          x.longest_detail)
         for x in report.waits
     ]  # fmt: skip
-    return "## Merging waited\n\n" + _grid(names, rows)
+    return "## Merging waited\n\n" + _table(names, rows)
 
 
 def _changes(report: Report) -> str:
@@ -218,7 +216,7 @@ def _leadership(report: Report) -> str:
         for x in report.leader_changes
     ]  # fmt: skip
     title = "## Leadership\n\nTerms that followed another one in a running fleet.\n\n"
-    return title + _grid(names, rows)
+    return title + _table(names, rows)
 
 
 def _clock(time: float) -> str:
@@ -243,5 +241,5 @@ def _settings(report: Report) -> str:
     parts = ["## Settings\n"]
     for section, values in report.settings.items():
         rows = [(f"`{name}`", f"`{value}`") for name, value in values.items()]
-        parts.append(f"### {section}\n\n" + _table(rows).replace("figure", "setting", 1))
+        parts.append(f"### {section}\n\n" + _table(("setting", "value"), rows))
     return "\n".join(parts)

@@ -74,10 +74,10 @@ def test_a_wait_ends_with_the_life_that_told_of_it() -> None:
 
 
 def test_the_report_names_them() -> None:
-    lines = [wait(10.0, "round 5", "quorum", "a|b"), wait(70.0, "round 5", "")]
+    lines = [wait(10.0, "round 5", "quorum", "a|b\nc"), wait(70.0, "round 5", "")]
     metrics = parse_metrics({"synchronizer-1": "".join(json.dumps(x) + "\n" for x in lines)})
     report = compute_report(metrics, run_id="r", num_learners=1, settings={})
-    assert r"| `quorum` | 1 | 60 s | 60 s | a\|b |" in markdown(report)
+    assert r"| `quorum` | 1 | 60 s | 60 s | a\|b c |" in markdown(report)
     assert any(line.split() == ["merging", "waited", "60", "s", "for", "quorum"]
                for line in summary_lines(report))  # fmt: skip
     undisturbed = compute_report(parse_metrics({}), run_id="r", num_learners=1, settings={})
