@@ -149,6 +149,7 @@ def test_small_disks_take_the_place_of_the_stores() -> None:
     for name, values in services("small-disks").items():
         [disk] = values["volumes"]
         assert disk["type"] == "tmpfs"
+        assert int(str(disk["tmpfs"]["mode"]), 8) == 0o1777, "nobody else could write to it"
         assert disk["target"] == composed[name]["environment"]["DILOCO_STORE"]
         assert disk["target"] in {volume.split(":")[1] for volume in composed[name]["volumes"]}
     assert set(services("small-disks")) == {"synchronizer", "standby"}
