@@ -38,9 +38,6 @@ remove() {
     fi
     step "removing everything"
     docker compose --profile tools down --volumes --remove-orphans --timeout 20 >/dev/null 2>&1 || true
-    # An overlay that puts a store elsewhere hides its volume from compose.
-    docker volume ls --quiet --filter "label=$label" |
-        xargs --no-run-if-empty docker volume rm >/dev/null || true
     docker network ls --quiet --filter "name=$COMPOSE_PROJECT_NAME" |
         xargs --no-run-if-empty docker network rm >/dev/null || true
     docker images --format '{{.Repository}}:{{.Tag}}' "decoupled-diloco/*:$IMAGE_TAG" |

@@ -14,6 +14,8 @@ from tests.containers.compose_fleet import (
 
 require_containers()
 
+SMALL_STORE = "/var/lib/diloco/small-store"
+
 FULL = """
 about = "The disk of the leader is full for a while."
 duration_s = 12
@@ -39,13 +41,11 @@ def test_a_fleet_changes_over_to_small_disks_one_at_a_time(fleet: ComposeFleet) 
     follower = {"synchronizer": "standby", "standby": "synchronizer"}[leader]
     up = ("up", "--detach", "--no-build", "--no-deps")
     for service in (follower, leader):
-        # Made anew in place it would keep the volume that it had there.
-        fleet.compose("rm", "--stop", "--force", service)
         fleet.compose(*up, service, overlay="small-disks")
         container = fleet.container(service)
         wait_for(f"{service} is well", lambda c=container: health(c) == "healthy")
         wait_for("a standby is in sync", fleet.in_sync)
-        mounted = run("docker", "exec", container, "df", "--output=fstype", "/var/lib/diloco/store")
+        mounted = run("docker", "exec", container, "df", "--output=fstype", SMALL_STORE)
         assert mounted.split()[-1] == "tmpfs"
     fleet.wait_whole()
     assert set(fleet.learners("live")) == known
