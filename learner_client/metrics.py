@@ -21,8 +21,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from decoupled_diloco.channel import Address, parse_address, require_secure
-from decoupled_diloco.errors import Reason, UsageError
+from decoupled_diloco.channel import Address, not_bound, parse_address, require_secure
 from decoupled_diloco.metrics import BUILD_INFO, MetricSpec, Sheet, counter, gauge
 from learner_client.core.connection import State
 from learner_client.exchange import Exchange
@@ -164,7 +163,7 @@ def serve_metrics(
     try:
         server = _Server(target)
     except OSError as error:
-        raise _not_bound(target) from error
+        raise not_bound(target) from error
     server.set_app(make_wsgi_app(registry))
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
@@ -235,12 +234,3 @@ class _Handler(WSGIRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """A scrape is no news."""
-
-
-def _not_bound(address: Address) -> UsageError:
-    return UsageError(
-        Reason.PORT_IN_USE,
-        f"metrics cannot be served on {address}: the port is taken by another process or the "
-        "address is not of this machine; choose another one, or port 0 for a free port",
-        address=address,
-    )
