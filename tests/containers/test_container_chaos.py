@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +29,21 @@ from tests.containers.compose_fleet import (
 require_containers()
 
 ARTIFACTS = Path(os.environ.get("ARTIFACTS", ROOT / "artifacts"))
+QUEUES = Path("/proc/self/net/netfilter/nfnetlink_queue")
+"""Queues of packets that somebody listens to."""
 # Longer than the longest scenario waits, so that its own words are seen first.
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
 def whole(fleet: ComposeFleet) -> ComposeFleet:
-    """The fleet, whole before and after; nothing of a fault is left, neither network nor limit."""
+    """The fleet, whole before and after; of a fault no network, no limit and no rule is left."""
     fleet.wait_whole()
     yield fleet
     fleet.wait_whole()
     assert not chaos_networks(fleet)
     assert not disciplines(fleet)
+    assert not holding_rules(fleet)
 
 
 def chaos_networks(fleet: ComposeFleet) -> list[str]:
@@ -45,20 +51,48 @@ def chaos_networks(fleet: ComposeFleet) -> list[str]:
     return run("docker", "network", "ls", "-q", "--filter", f"name={fleet.project}-chaos").split()
 
 
-def disciplines(fleet: ComposeFleet) -> list[str]:
-    """What shapes the links of the fleet, at either end."""
-    found = []
+def links(fleet: ComposeFleet) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    """How to run a command inside each container, and the host's ends of its links."""
     names = dict(line.split(": ")[:2] for line in run("ip", "-o", "link").splitlines())
     for role in ("learner", "synchronizer", "redis"):
         for container in fleet.containers(role):
             inside = ("nsenter", "--target", str(inspect(container)["State"]["Pid"]), "--net")
-            found += run(*inside, "tc", "qdisc", "show").splitlines()
-            for line in run(*inside, "ip", "-o", "link").splitlines():
-                end = names.get(line.split(": ")[1].partition("@if")[2], "")
-                if end:
-                    device = end.partition("@")[0]
-                    found += run("tc", "qdisc", "show", "dev", device).splitlines()
+            lines = run(*inside, "ip", "-o", "link").splitlines()
+            ends = [names.get(x.split(": ")[1].partition("@if")[2], "") for x in lines]
+            yield inside, [end.partition("@")[0] for end in ends if end]
+
+
+def disciplines(fleet: ComposeFleet) -> list[str]:
+    """What shapes the links of the fleet, at either end."""
+    found = []
+    for inside, ends in links(fleet):
+        found += run(*inside, "tc", "qdisc", "show").splitlines()
+        for end in ends:
+            found += run("tc", "qdisc", "show", "dev", end).splitlines()
     return [line for line in found if "tbf" in line or "netem" in line]
+
+
+def holding_rules(fleet: ComposeFleet) -> list[str]:
+    """Rules that hand packets to user space: of the fleet's links, or of gone ones to nobody."""
+    found, own = [], set()
+    savers = [x for x in ("iptables-save", "ip6tables-save") if shutil.which(x)]
+    for inside, ends in links(fleet):
+        own |= set(ends)
+        for saver in savers:
+            found += queueing(run(*inside, saver, "--table", "mangle"))
+    there = {x.split(": ")[1].partition("@")[0] for x in run("ip", "-o", "link").splitlines()}
+    heard = {x.split()[0] for x in QUEUES.read_text().splitlines()} if QUEUES.exists() else set()
+    for rule in (x for saver in savers for x in queueing(run(saver, "--table", "mangle"))):
+        devices = set(re.findall(r"--physdev-(?:in|out) (\S+)", rule))
+        queue = rule.partition("--queue-num ")[2].split()[0]
+        if devices & own or (not devices <= there and queue not in heard):
+            found.append(rule)
+    return found
+
+
+def queueing(rules: str) -> list[str]:
+    """Those of iptables' rules that hand packets to a queue."""
+    return [rule for rule in rules.splitlines() if "-j NFQUEUE" in rule]
 
 
 def leads(fleet: ComposeFleet) -> tuple[str, int]:

@@ -13,11 +13,21 @@ from typing import Any
 from docker.errors import APIError, NotFound
 
 from decoupled_diloco.errors import DilocoError, Reason
+from diloco_fleet.chaos.conductor import Begin
 from diloco_fleet.chaos.docker_host import Host
+from diloco_fleet.chaos.docker_injector import DockerInjector
 from diloco_fleet.chaos.docker_links import Link, LinkedContainer
-from diloco_fleet.chaos.scenario import Fault
+from diloco_fleet.chaos.scenario import Fault, FaultKind
 
 PROJECT = "test"
+ANYONE: dict[str, Any] = {"who": "random learner", "duration_s": 5.0, "at_s": (1.0,)}
+SLOW = Fault(fault=FaultKind.BANDWIDTH, mbit_per_s=10.0, **ANYONE)
+LATE = Fault(fault=FaultKind.LATENCY, delay_s=0.1, **ANYONE)
+
+
+def strike(injector: DockerInjector, fault: Fault, name: str, number: int = 0) -> None:
+    """Begins a fault of one container."""
+    injector.begin(Begin(number=number, fault=fault, groups=((name,),)))
 
 
 class FakeContainer:

@@ -39,17 +39,25 @@ class Mutant:
 
 
 FIRST_SEEDS = {
-    "watch_by_number": 20,
-    "lineage_by_number": 3070,
-    "the_term_comes_from_an_emptied_keeper": 50,
-    "the_seed_is_marked_before_it_is_released": 2770,
-    "an_empty_synchronizer_seeds": 2030,
-    "a_fenced_life_contributes": 30,
-    "the_base_is_corrected_twice": 125,
-    "the_base_is_not_corrected": 125,
-    "a_held_up_write_undoes_a_later_one": 105,
+    "watch_by_number": 68,
+    "lineage_by_number": 3077,
+    "a_stale_standby_takes_over": 71,
+    "an_empty_synchronizer_seeds": 2100,
+    "the_seed_is_marked_before_it_is_released": 2832,
+    "the_term_comes_from_an_emptied_keeper": 105,
+    "the_residual_is_forgotten_at_a_restart": 2,
+    "the_base_is_corrected_twice": 192,
+    "the_base_is_not_corrected": 192,
+    "acceptance_is_undone_by_fencing": 27,
+    "a_held_up_write_undoes_a_later_one": 142,
+    "serves_before_the_keeper_was_told": 62,
+    "a_lower_term_leads_on": 8,
+    "a_fenced_life_contributes": 49,
+    "counters_run_on_after_acceptance": 11,
+    "merged_work_is_merged_again": 18,
+    "a_late_grant_makes_a_life_that_nobody_lives": 38,
 }
-"""Where to begin with faults that few worlds meet."""
+"""Where to begin: the world known to meet the fault; more are run should it no longer do so."""
 
 CORE, KEEPER = "synchronizer_server.core", "synchronizer_server.membership"
 SHELL = "diloco_fleet.simulation"

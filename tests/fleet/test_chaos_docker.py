@@ -14,43 +14,20 @@ from diloco_fleet.chaos.conductor import Begin
 from diloco_fleet.chaos.docker_fleet import ComposedFleet
 from diloco_fleet.chaos.docker_host import Host
 from diloco_fleet.chaos.docker_injector import DockerInjector, open_engine, with_names
-from diloco_fleet.chaos.docker_links import Links
 from diloco_fleet.chaos.injector import refuse_impossible
 from diloco_fleet.chaos.sample import LearnerSeen, Sample
 from diloco_fleet.chaos.scenario import Fault, FaultKind
 from diloco_fleet.chaos.scenario_file import SHIPPED, load_scenario
-from tests.fleet.fake_engine import PROJECT, FakeEngine, FakeHold, FakeHost
+from tests.fleet.fake_engine import ANYONE, LATE, PROJECT, SLOW, FakeEngine, FakeHost, strike
 
 AT: dict[str, Any] = {"at_s": (1.0,)}
 CUT = Fault(
     fault=FaultKind.PARTITION, between=("learner-2, synchronizer-1", "rest"), duration_s=5.0, **AT
 )
-ANYONE: dict[str, Any] = {"who": "random learner", "duration_s": 5.0, **AT}
-SLOW = Fault(fault=FaultKind.BANDWIDTH, mbit_per_s=10.0, **ANYONE)
-LATE = Fault(fault=FaultKind.LATENCY, delay_s=0.1, **ANYONE)
 KILL = Fault(fault=FaultKind.KILL, who="random learner", **AT)
 FREEZE = Fault(fault=FaultKind.FREEZE, **ANYONE)
 NO_REDIS = Fault(fault=FaultKind.REDIS_LOSS, duration_s=5.0, **AT)
 GROUPS = (("learner-2", "synchronizer-1"), ("learner-0", "learner-1", "synchronizer-0", "redis"))
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def host(engine: FakeEngine) -> FakeHost:
-    return FakeHost(engine)
-
-
-@pytest.fixture
-def injector(engine: FakeEngine, host: FakeHost) -> DockerInjector:
-    return DockerInjector(cast("Any", engine), PROJECT, host, Links(host, FakeHold))
-
-
-def strike(injector: DockerInjector, fault: Fault, name: str, number: int = 0) -> None:
-    injector.begin(Begin(number=number, fault=fault, groups=((name,),)))
 
 
 def test_containers_have_the_names_that_scenarios_use(engine: FakeEngine) -> None:

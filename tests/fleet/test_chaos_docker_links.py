@@ -8,36 +8,22 @@ import pytest
 
 from decoupled_diloco.errors import DilocoError, Reason
 from diloco_fleet.chaos import docker_host, packet_delay
-from diloco_fleet.chaos.conductor import Begin
 from diloco_fleet.chaos.docker_host import Host
 from diloco_fleet.chaos.docker_injector import DockerInjector
 from diloco_fleet.chaos.docker_links import Links, discipline
 from diloco_fleet.chaos.scenario import Fault, FaultKind
-from tests.fleet.fake_engine import PROJECT, FakeEngine, FakeHold, FakeHost
+from tests.fleet.fake_engine import (
+    ANYONE,
+    LATE,
+    PROJECT,
+    SLOW,
+    FakeEngine,
+    FakeHold,
+    FakeHost,
+    strike,
+)
 
-ANYONE: dict[str, Any] = {"who": "random learner", "duration_s": 5.0, "at_s": (1.0,)}
-SLOW = Fault(fault=FaultKind.BANDWIDTH, mbit_per_s=10.0, **ANYONE)
-LATE = Fault(fault=FaultKind.LATENCY, delay_s=0.1, **ANYONE)
 LOSSY = Fault(fault=FaultKind.LOSS, share=0.05, **ANYONE)
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def host(engine: FakeEngine) -> FakeHost:
-    return FakeHost(engine)
-
-
-@pytest.fixture
-def injector(engine: FakeEngine, host: FakeHost) -> DockerInjector:
-    return DockerInjector(cast("Any", engine), PROJECT, host, Links(host, FakeHold))
-
-
-def strike(injector: DockerInjector, fault: Fault, name: str, number: int = 0) -> None:
-    injector.begin(Begin(number=number, fault=fault, groups=((name,),)))
 
 
 def test_links_of_a_container_that_began_anew_need_no_healing(

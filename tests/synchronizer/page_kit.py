@@ -19,8 +19,8 @@ from synchronizer_server.metrics import Exposition, Metrics, Source, source_of
 from synchronizer_server.service.admin import AdminService
 from synchronizer_server.service.switchboard import Switchboard
 from synchronizer_server.service.synchronizer import SynchronizerService
-from tests.synchronizer.fake_learner import PATIENCE_S, Fleet, serving
-from tests.synchronizer.node_kit import Process
+from tests.synchronizer.fake_learner import PATIENCE_S, Fleet, serving, until
+from tests.synchronizer.node_kit import Process, keeping
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOMENT_S = 0.02
@@ -145,3 +145,16 @@ async def shown_process(process: Process, store: Path) -> AsyncIterator[Viewer]:
     )  # fmt: skip
     async with looking_at(sources) as viewer:
         yield viewer
+
+
+@contextlib.asynccontextmanager
+async def shown_follower(folder: Path) -> AsyncIterator[Viewer]:
+    """The page of a process that follows; the one that leads is called first."""
+    async with keeping(folder) as keeper:
+        first, second = (keeper.process(name)[0] for name in ("first", "second"))
+        keeper.names(first)
+        keeper.start(first)
+        await until(lambda: first.leads)
+        keeper.start(second)
+        async with shown_process(second, folder) as viewer:
+            yield viewer

@@ -19,14 +19,13 @@ from synchronizer_server.http.history import History
 from synchronizer_server.http.listener import StatusPage
 from synchronizer_server.metrics import Exposition
 from synchronizer_server.service.switchboard import Switchboard
-from tests.synchronizer.fake_learner import PATIENCE_S, make_settings, until
-from tests.synchronizer.node_kit import keeping
+from tests.synchronizer.fake_learner import PATIENCE_S, make_settings
 from tests.synchronizer.page_kit import (
     METRICS_TYPE,
     looking_at,
     messages,
     shown,
-    shown_process,
+    shown_follower,
     sources_of,
 )
 
@@ -131,22 +130,16 @@ async def test_nobody_who_looks_means_no_work(tmp_path: Path) -> None:
 
 
 async def test_who_follows_names_the_leader(tmp_path: Path) -> None:
-    async with keeping(tmp_path) as keeper:
-        first, second = (keeper.process(name)[0] for name in ("first", "second"))
-        keeper.names(first)
-        keeper.start(first)
-        await until(lambda: first.leads)
-        keeper.start(second)
-        async with shown_process(second, tmp_path) as viewer:
-            facts = await viewer.facts_when(lambda x: x["leader"] and x["leader"]["address"])
-            assert facts["status"]["role"] == "following"
-            leader = facts["leader"]
-            assert (leader["leader_id"], leader["address"]) == ("first", "127.0.0.1:9")
-            assert leader["term"] > 4
-            assert facts["peers"] == ["127.0.0.1:50052"]
-            assert "first" in (await viewer.get("status.json"))[1]
-            status, page = await viewer.get()
-            assert (status, "page.js" in page) == (200, True), "it serves the page, too"
+    async with shown_follower(tmp_path) as viewer:
+        facts = await viewer.facts_when(lambda x: x["leader"] and x["leader"]["address"])
+        assert facts["status"]["role"] == "following"
+        leader = facts["leader"]
+        assert (leader["leader_id"], leader["address"]) == ("first", "127.0.0.1:9")
+        assert leader["term"] > 4
+        assert facts["peers"] == ["127.0.0.1:50052"]
+        assert "first" in (await viewer.get("status.json"))[1]
+        status, page = await viewer.get()
+        assert (status, "page.js" in page) == (200, True), "it serves the page, too"
 
 
 async def test_a_process_that_has_not_begun_says_so(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from decoupled_diloco.v1 import admin_pb2, types_pb2
 from synchronizer_server.http import facts
 from synchronizer_server.http.history import History, Remembered
 from tests.synchronizer.browser import NAMES, Tab, browsing, find_chromium
-from tests.synchronizer.fake_learner import FakeLearner, Fleet, make_settings, until
-from tests.synchronizer.node_kit import keeping
-from tests.synchronizer.page_kit import shown, shown_process
+from tests.synchronizer.fake_learner import FakeLearner, Fleet, make_settings
+from tests.synchronizer.page_kit import shown, shown_follower
 
 pytestmark = [
     pytest.mark.asyncio,
@@ -216,19 +215,11 @@ async def test_a_look_that_cannot_be_shown_is_said(
 async def test_who_follows_shows_who_leads_and_hides_what_it_cannot_know(
     tmp_path: Path, tab: Tab
 ) -> None:
-    async with keeping(tmp_path / "synchronizers") as keeper:
-        first, second = (keeper.process(name)[0] for name in ("first", "second"))
-        keeper.names(first)
-        keeper.start(first)
-        await until(lambda: first.leads)
-        keeper.start(second)
-        async with shown_process(second, tmp_path) as viewer:
-            await tab.open(viewer.page.url)
-            await tab.until(
-                says("#leader", "; first leads in term ")
-                + " && "
-                + says("#leader", " at 127.0.0.1:9")
-            )
-            assert await tab.text("#state") == "following"
-            assert await tab.ask("document.querySelector('#learner-section').hidden")
-            assert tab.problems == []
+    async with shown_follower(tmp_path / "synchronizers") as viewer:
+        await tab.open(viewer.page.url)
+        await tab.until(
+            says("#leader", "; first leads in term ") + " && " + says("#leader", " at 127.0.0.1:9")
+        )
+        assert await tab.text("#state") == "following"
+        assert await tab.ask("document.querySelector('#learner-section').hidden")
+        assert tab.problems == []
