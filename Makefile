@@ -58,13 +58,14 @@ help:
 run: $(STAMP)
 	@$(BIN)/diloco run --pace $(PACE) $(ARGS)
 
-# Two workers at most: the tests start real processes. A file's tests stay together and in order.
+# Two workers at most: the tests start real processes. A file's tests stay together and in order, and
+# files begin in the order that tests/conftest.py gives them: the long ones first.
 # Plugins are named: with TORCH=existing, those of the surrounding Python would join in.
 PYTEST_PLUGINS_USED := -p xdist -p asyncio -p timeout -p pytest_cov -p hypothesispytest
 .PHONY: test
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest \
-		$(PYTEST_PLUGINS_USED) -q -n 2 --dist loadfile $(ARGS)
+		$(PYTEST_PLUGINS_USED) -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 .PHONY: images
 images:

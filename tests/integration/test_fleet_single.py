@@ -21,7 +21,7 @@ from fleet_harness import PATIENCE_S, Fleet, assert_refused, diloco, wait_for
 
 pytestmark = pytest.mark.integration
 
-FIRST, SECOND = 40, 200
+FIRST, SECOND = 40, 120
 
 
 @pytest.fixture(scope="module")

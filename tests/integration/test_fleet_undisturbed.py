@@ -14,7 +14,7 @@ from fleet_harness import Fleet, diloco
 
 pytestmark = pytest.mark.integration
 
-GLOBAL_STEPS = 96
+GLOBAL_STEPS = 64
 SYNC_INTERVAL = 8
 KEYS = (
     *("evaluation_loss_before", "evaluation_loss_after", "tokens", "rounds", "rounds_lost"),
