@@ -15,7 +15,7 @@ from diloco_fleet.metrics import RunMetrics
 pytestmark = pytest.mark.integration
 
 NUM_LEARNERS = 3
-NUM_KILLS = 3
+NUM_KILLS = 5
 
 
 @pytest.fixture(scope="module")
