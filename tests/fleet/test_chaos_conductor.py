@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from diloco_fleet.chaos.conductor import Action, Arm, Begin, Heal, Phase
@@ -306,3 +308,47 @@ def test_who_is_silent_without_being_struck_is_measured(state: str) -> None:
     world.silent_s["learner-1"] = 99.0
     play(conductor, world, over(conductor))
     assert conductor.longest_silence_s == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize("state", ["expected", "disconnected", "gone"])
+def test_a_learner_that_is_not_live_just_when_it_is_struck_has_to_come_back_too(state: str) -> None:
+    """A leader that has just taken over has not heard of everybody yet."""
+    world = World()
+    conductor = conducted(world, kill("learner-1", at_s=2.0), duration_s=4.0)
+
+    def act(action: Action) -> None:
+        world.away["learner-1"] = math.inf
+
+    play(conductor, world, lambda: conductor.phase is Phase.STRIKING)
+    world.states["learner-1"] = state
+    play(conductor, world, over(conductor), act)
+    [record] = conductor.records
+    assert record.began_s is not None
+    assert record.merging_s is not None
+    assert record.recovered_s is None, "it is left out for ever"
+
+
+@pytest.mark.parametrize("state", ["left", "drained"])
+def test_who_has_left_for_good_is_not_waited_for(state: str) -> None:
+    world = World()
+    conductor = conducted(world, freeze("learner-1"), duration_s=8.0)
+    play(conductor, world, lambda: conductor.phase is Phase.STRIKING)
+    world.states["learner-1"], world.away["learner-1"] = state, math.inf
+    play(conductor, world, over(conductor))
+    assert conductor.records[0].recovered_s is not None
+
+
+@pytest.mark.parametrize(("between", "recovers"), [("the leader", False), ("the follower", True)])
+def test_who_was_cut_off_from_who_led_has_to_contribute_again(
+    between: str, *, recovers: bool
+) -> None:
+    """A side of a partition is cut off whichever of the two is named first."""
+    world = World()
+    cut = Fault(fault=FaultKind.PARTITION, between=(between, "rest"), at_s=(2.0,), duration_s=3.0)
+    conductor = conducted(world, cut, duration_s=8.0)
+
+    def act(action: Action) -> None:
+        world.away["learner-0"] = math.inf
+
+    play(conductor, world, over(conductor), act)
+    assert (conductor.records[0].recovered_s is not None) == recovers
