@@ -7,7 +7,7 @@ import math
 import pytest
 
 from diloco_fleet.chaos.conductor import Action, Arm, Begin, Heal, Phase
-from diloco_fleet.chaos.scenario import Fault, FaultKind
+from diloco_fleet.chaos.scenario import AbortWhen, Fault, FaultKind
 from tests.fleet.chaos_play import conducted, dies, freeze, kill, over, play
 from tests.fleet.chaos_world import World
 
@@ -213,6 +213,14 @@ def test_a_standstill_aborts_and_heals() -> None:
     done = play(conductor, world, over(conductor), act)
     assert "stood still" in conductor.stopped
     assert [type(action) for action in done] == [Begin, Heal]
+
+
+def test_nobody_is_struck_where_it_is_given_up_at_once() -> None:
+    world = World()
+    conductor = conducted(world, kill(at_s=0.0), abort=AbortWhen(learners_below=4))
+    assert play(conductor, world, over(conductor)) == []
+    assert conductor.stopped == "3 learners are running"
+    assert conductor.records[0].began_s is None
 
 
 def test_a_fleet_that_ends_is_noticed() -> None:
