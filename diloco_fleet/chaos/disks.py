@@ -70,7 +70,7 @@ class Disks:
         Raises:
             DilocoError: STORAGE_FAILED, for the first of them.
         """
-        failures = []
+        failures: list[DilocoError | OSError] = []
         for folder in tuple(self._folders):
             try:
                 self._keep(folder)
@@ -78,11 +78,11 @@ class Disks:
                 failures.append(error)
             else:
                 self._folders.remove(folder)
-        for error in failures:
-            if isinstance(error, DilocoError):
-                raise error
-            why = f"what was on a disk of its own cannot be kept: {error}"
-            raise DilocoError(Reason.STORAGE_FAILED, why) from error
+        for failure in failures:
+            if isinstance(failure, DilocoError):
+                raise failure
+            why = f"what was on a disk of its own cannot be kept: {failure}"
+            raise DilocoError(Reason.STORAGE_FAILED, why) from failure
 
     def _keep(self, folder: Path) -> None:
         copy = folder.with_name(f"{folder.name}.copy")
