@@ -213,7 +213,14 @@ def _make_injector(  # noqa: PLR0917 - each is one option
         raise UsageError(
             Reason.CONFIG_CONFLICT, f"{folder} already exists; choose another --out", path=folder
         )
-    return ProcessInjector(scenario, schedule, folder, os.environ, world.say)
+    return ProcessInjector(
+        scenario,
+        schedule,
+        folder,
+        os.environ,
+        world.say,
+        times_asked=lambda: world.interruption.times,
+    )
 
 
 def _exists(path: Path) -> bool:
@@ -251,6 +258,7 @@ def _interruptible() -> Iterator[Interruption]:
 
     def stop(number: int, _: object) -> None:
         interruption.why = signal.Signals(number).name
+        interruption.times += 1
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     # What is ignored stays so: that is what nohup is for.
