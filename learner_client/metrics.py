@@ -14,6 +14,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from http import HTTPStatus
 from typing import Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -21,7 +22,14 @@ from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from decoupled_diloco.channel import Address, not_bound, parse_address, require_secure
+from decoupled_diloco.channel import (
+    Address,
+    is_local_name,
+    is_loopback,
+    not_bound,
+    parse_address,
+    require_secure,
+)
 from decoupled_diloco.metrics import BUILD_INFO, MetricSpec, Sheet, counter, gauge
 from learner_client.core.connection import State
 from learner_client.exchange import Exchange
@@ -32,6 +40,8 @@ from learner_client.transport.calls import num_calls
 _LOG = logging.getLogger("learner_client")
 
 _MOST_AT_ONCE: Final = 8
+_MOST_THREADS: Final = 16
+"""More than that is only for a moment: they are about to end."""
 _SILENT_S: Final = 5.0
 _REQUEST_S: Final = 10.0
 """How long a request may take with its answer, where another one wants its place."""
@@ -190,7 +200,10 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     request_queue_size = 64
 
     def __init__(self, address: Address) -> None:
+        self.is_local = is_loopback(address)
         self._open: dict[_Request, float] = {}
+        self._asked: set[_Request] = set()
+        self._late: set[_Request] = set()
         self._lock = threading.Lock()
         self.address_family, *_, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
         super().__init__((str(where[0]), address.port), _Handler)
@@ -202,26 +215,42 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: _Request, client_address: object) -> None:
-        """Begins to answer, where few are answered; whoever takes too long makes room."""
-        now = time.monotonic()
+        """Begins to answer; where few are answered, whoever only holds a connection makes room."""
         with self._lock:
-            is_full = len(self._open) >= _MOST_AT_ONCE
+            if len(self._open) - len(self._late) >= _MOST_AT_ONCE:
+                self._make_room(time.monotonic())
+            is_full = (
+                len(self._open) - len(self._late) >= _MOST_AT_ONCE
+                or len(self._open) >= _MOST_THREADS
+            )
             if not is_full:
-                self._open[request] = now
-            else:
-                for late, begun in self._open.items():
-                    if now - begun > _REQUEST_S and isinstance(late, socket.socket):
-                        with contextlib.suppress(OSError):
-                            late.shutdown(socket.SHUT_RDWR)
+                self._open[request] = time.monotonic()
         if is_full:
             self.shutdown_request(request)
         else:
             super().process_request(request, client_address)
 
+    def _make_room(self, now: float) -> None:
+        """Cuts off the oldest of those that have not asked for anything, or take too long."""
+        for late, begun in self._open.items():
+            waits = late not in self._asked or now - begun > _REQUEST_S
+            if waits and late not in self._late and isinstance(late, socket.socket):
+                self._late.add(late)
+                with contextlib.suppress(OSError):
+                    late.shutdown(socket.SHUT_RDWR)
+                return
+
+    def asked(self, request: _Request) -> None:
+        """Somebody has said what is wanted."""
+        with self._lock:
+            self._asked.add(request)
+
     def shutdown_request(self, request: _Request) -> None:
         """A request is over."""
         with self._lock:
             self._open.pop(request, None)
+            self._asked.discard(request)
+            self._late.discard(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: _Request, client_address: object) -> None:
@@ -231,6 +260,17 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
 class _Handler(WSGIRequestHandler):
     timeout = _SILENT_S
+    server: _Server
+
+    def parse_request(self) -> bool:
+        """Refuses who asks by a name from elsewhere: no web page reads it that way."""
+        if not super().parse_request():
+            return False
+        self.server.asked(self.connection)
+        if self.server.is_local and not is_local_name(self.headers.get("Host", "")):
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "ask for it as localhost or 127.0.0.1")
+            return False
+        return True
 
     def log_message(self, format: str, *args: object) -> None:
         """A scrape is no news."""

@@ -163,12 +163,15 @@ class Conductor:
             self.phase, self._settling_s = Phase.SETTLING, self._now
             actions = self._heal_all()
         elif self.phase is Phase.STRIKING:
-            actions = [*self._heal_due(), *self._strike_due()]
+            actions = self._abort_if_due()
+            # Nobody is struck any more where it is given up: not everything can be undone.
+            if not self.is_over:
+                actions = [*self._heal_due(), *self._strike_due()]
         elif self.phase is Phase.SETTLING:
             # Who got to a point of the protocol just before that was disarmed.
             actions = self._heal_all()
             self._settle()
-        return [*actions, *self._abort_if_due()]
+        return actions
 
     def failed(self, number: int, problem: str) -> None:
         """A strike could not be done, or not be healed."""
@@ -350,8 +353,6 @@ class Conductor:
             self.phase = Phase.OVER
 
     def _abort_if_due(self) -> list[Action]:
-        if self.phase is not Phase.STRIKING:
-            return []
         abort, seen = self.scenario.abort, self._seen
         still_s = seen.sample.at_s - max(seen.merged_at_s, self._zero_s)
         if still_s > abort.without_merging_s:

@@ -11,6 +11,7 @@ from typing import Final
 from diloco_fleet.chaos.conductor import Conductor, Phase
 from diloco_fleet.chaos.record import Record
 from diloco_fleet.chaos.scenario import Hypothesis
+from diloco_fleet.chaos.targets import is_learner
 from diloco_fleet.goodput import clip, length, stepping_intervals, union
 from diloco_fleet.metrics import RunMetrics
 from diloco_fleet.report import Report, compute_report
@@ -41,6 +42,7 @@ class Figures:
         rounds_lost: of the whole run, see ``lineage.lost_rounds``.
         leader_changes: terms that began meanwhile.
         tokens: tokens that the learners trained on.
+        learners: those of whose inner steps there is something written, whenever that was.
         restarts: processes that were started again meanwhile.
     """
 
@@ -53,6 +55,7 @@ class Figures:
     rounds_lost: int | None
     leader_changes: int | None
     tokens: int | None
+    learners: int | None
     restarts: int
 
 
@@ -84,7 +87,7 @@ def compute_figures(
             **dict.fromkeys(
                 (
                     *("goodput", "uptime", "participation", "measured_h", "rounds"),
-                    *("rounds_lost", "leader_changes", "tokens"),
+                    *("rounds_lost", "leader_changes", "tokens", "learners"),
                 )
             ),
         )
@@ -105,6 +108,7 @@ def compute_figures(
         rounds_lost=whole.rounds_lost if metrics.steps else None,
         leader_changes=sum(begin <= change.time <= end for change in whole.leader_changes),
         tokens=inside.tokens,
+        learners=sum(map(is_learner, metrics.steps)),
         restarts=restarts,
     )
 
@@ -160,8 +164,10 @@ def check_evidence(conductor: Conductor, figures: Figures) -> list[Check]:
     """Says whether something was struck, and whether the fleet's metrics tell of that time.
 
     Without that, a hypothesis holds of nothing. Metrics may miss a few rounds that were seen: a
-    line is lost with the process that was about to write it.
+    line is lost with the process that was about to write it. But every learner has contributed, and
+    what only one that wrote nothing has applied would be missed among the rounds lost.
     """
+    num_learners = sum(map(is_learner, conductor.names))
     num_records, num_rounds = len(conductor.records), figures.rounds or 0
     struck = sum(record.happened for record in conductor.records)
     checks = [
@@ -176,6 +182,12 @@ def check_evidence(conductor: Conductor, figures: Figures) -> list[Check]:
             wanted="metrics tell of some",
             found=str(figures.tokens or 0),
             holds=bool(figures.tokens),
+        ),
+        Check(
+            name="learners",
+            wanted=f"metrics tell of steps of all {num_learners}",
+            found=str(figures.learners or 0),
+            holds=(figures.learners or 0) >= num_learners,
         ),
     ]
     if conductor.scenario.faults:

@@ -179,11 +179,20 @@ class OwnFleet:
         assert outcome is not None, "the thread has ended"
         return outcome.error.message if outcome.error is not None else f"run {outcome.word}"
 
-    def drain(self) -> None:
-        """Ends the fleet in order, once, and waits for that; every stage of it has a bound."""
+    def drain(self, times_asked: Callable[[], int]) -> None:
+        """Ends the fleet in order, once, and waits for that; every stage of it has a bound.
+
+        Args:
+            times_asked: how often somebody has asked for the end; once more kills.
+        """
         if self._thread.is_alive():
             self._supervisor.request_stop()
-            self._thread.join()
+            before = times_asked()
+            while self._thread.is_alive():
+                self._thread.join(_LOOK_S)
+                if times_asked() > before:
+                    self._supervisor.request_stop()
+                    before = times_asked()
             word = self._outcome.word if self._outcome is not None else "failed"
             self._journal.record("end", outcome=word)
             self._disks.keep()

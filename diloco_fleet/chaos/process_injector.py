@@ -41,7 +41,7 @@ from diloco_fleet.metrics import (
     read_metrics,
 )
 from diloco_fleet.process import Restart
-from diloco_fleet.run_files import ProcessEntry, RunFiles, is_running, read_fleet
+from diloco_fleet.run_files import ProcessEntry, RunFiles, hold_chaos, is_running, read_fleet
 from diloco_fleet.standby import REDIS
 
 
@@ -116,6 +116,7 @@ class ProcessInjector(_Processes):
         root: run directory of the fleet; it must not exist.
         environ: this process's environment.
         say: takes lines for people.
+        times_asked: how often somebody has asked for the end.
 
     Raises:
         UsageError: for settings of the scenario that are wrong.
@@ -128,12 +129,15 @@ class ProcessInjector(_Processes):
         root: Path,
         environ: Mapping[str, str],
         say: Callable[[str], None],
+        *,
+        times_asked: Callable[[], int] = lambda: 0,
     ) -> None:
         super().__init__()
         self._scenario = scenario
         self._schedule = schedule
         self._root = root
         self._say = say
+        self._times_asked = times_asked
         # The file of a scenario may have any name.
         run_id = re.sub(r"[^\w.-]+", "-", root.name)
         self._resolved = resolve_shape(scenario.fleet, run_id, environ)
@@ -199,7 +203,7 @@ class ProcessInjector(_Processes):
 
     def settle(self) -> None:
         """See `Injector.settle`."""
-        self._fleet.drain()
+        self._fleet.drain(self._times_asked)
 
     def sync_interval(self) -> int:
         """See `Injector.sync_interval`."""
@@ -308,6 +312,7 @@ class AttachedInjector(_Processes):
         names = [name for name in self._running.pids() if is_synchronizer(name)]
         addresses = self._running.address.split(",")
         faults = ProcessFaults(self._running, None, None, self._redis_url())
+        self._stack.enter_context(hold_chaos(self._running.files))
         self._enter(faults, dict(zip(names, addresses, strict=True)))
         return self
 

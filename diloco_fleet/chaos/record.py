@@ -14,12 +14,15 @@ from diloco_fleet.chaos.targets import is_learner
 STALE_S: Final = 1.5
 """What is seen of a fleet may be that old."""
 
+_FOR_GOOD: Final = frozenset({"left", "drained"})
+"""States of learners that nobody expects back."""
+
 
 @dataclass(slots=True, kw_only=True)
 class _Baseline:
     """What has to be exceeded, or to be there again."""
 
-    live: frozenset[str]
+    expected: frozenset[str]
     incarnations: Mapping[str, tuple[int, int]]
     contributions: dict[str, int]
     merges: int
@@ -42,8 +45,8 @@ class Record:
         began_s: when it struck.
         healed_s: when it was over.
         recovered_s: when the fleet was as before: the global step rises, in a later term where who
-            led was killed; who was struck is there, and contributes; a standby is in sync and the
-            lease is held.
+            led was killed; who was struck is there, and contributes, and so does who was cut off
+            from who led; a standby is in sync and the lease is held.
         merging_s: when the global step rose again.
         held: why it struck later than planned; empty where it did not.
         problem: why it did not happen, or could not be healed.
@@ -112,9 +115,10 @@ class Record:
         """It strikes now."""
         self.targets, self.began_s = targets, now_s
         sample = seen.sample
-        live = [name for name, x in sample.learners.items() if x.state == "live"]
+        # Not only who is live: after a change of the leader, or a cut, nobody need be just then.
+        expected = [name for name, x in sample.learners.items() if x.state not in _FOR_GOOD]
         self._baseline = _Baseline(
-            live=frozenset(live),
+            expected=frozenset(expected),
             incarnations={name: x.incarnation for name, x in sample.learners.items()},
             contributions=dict(seen.contributions),
             merges=seen.merges,
@@ -143,7 +147,8 @@ class Record:
         led_anew = not base.led or seen.sample.term > base.term
         if self.merging_s is None and seen.merges > base.merges and led_anew:
             self.merging_s = now_s
-        learners = [name for name in self.affected if is_learner(name) and name in base.live]
+        named = self.affected | self.left_alone
+        learners = [name for name in named if is_learner(name) and name in base.expected]
         back = [self._contributes(name, base, seen) for name in learners]
         in_sync = seen.sample.in_sync or not base.in_sync
         whole = in_sync and (seen.sample.lease_held or not base.lease_held)

@@ -30,9 +30,11 @@ class Interruption:
 
     Attributes:
         why: the reason; empty while nobody does.
+        times: how often somebody did.
     """
 
     why: str = ""
+    times: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,8 @@ SECTIONS: Final = ("run", "trainer", "fleet")
 """Those of the settings of a fleet, without importing them, which takes seconds."""
 
 _MAX_BYTES: Final = 1 << 20
+_DEEPEST: Final = 16
+"""Tables and lists within each other; dotted keys nest without any bound of the parser."""
 _LARGEST: Final = (1 << 63) - 1
 _SHORT: Final = "short"
 _TOP: Final = ("about", "duration_s", "ready_s", "settle_s")
@@ -92,6 +94,8 @@ def parse_scenario(text: str, name: str, *, where: str, short: bool = False) -> 
     """
     try:
         document = tomllib.loads(text)
+        if _is_deep(document):
+            raise ValueError(f"tables and lists within each other, more than {_DEEPEST}")
     except (ValueError, RecursionError) as error:
         raise UsageError(Reason.CONFIG_INVALID, f"scenario {where}: {error}") from error
     where = f"scenario {where}"
@@ -122,6 +126,15 @@ def parse_scenario(text: str, name: str, *, where: str, short: bool = False) -> 
         for number, entry in enumerate(faults, 1)
     )
     return _build(Scenario, {"name": name, **values}, where)
+
+
+def _is_deep(document: Table) -> bool:
+    """Whether tables and lists lie within each other more than `_DEEPEST` times."""
+    values: list[Any] = [document]
+    for _ in range(_DEEPEST):
+        found = [value for value in values if isinstance(value, dict | list)]
+        values = [x for y in found for x in (y.values() if isinstance(y, dict) else y)]
+    return any(isinstance(value, dict | list) for value in values)
 
 
 def _fault(entry: object, where: str, *, short: bool) -> Fault:

@@ -96,7 +96,7 @@ def run_command(
     if out is not None and len(names) > 1:
         raise UsageError(Reason.CONFIG_CONFLICT, "--out takes the result of one scenario")
     loaded = [load_scenario(name, short=short) for name in names]
-    if attach is not None and not attach.exists():
+    if attach is not None and not _exists(attach):
         attach = RUNS_FOLDER / attach
     with _interruptible() as interruption:
         world = _make_world(interruption)
@@ -197,7 +197,7 @@ def _make_injector(  # noqa: PLR0917 - each is one option
     project: str,
     world: World,
 ) -> Injector:
-    if folder.exists() and not folder.is_dir():
+    if _exists(folder) and not folder.is_dir():
         raise UsageError(
             Reason.CONFIG_CONFLICT, f"{folder} is no folder; choose another --out", path=folder
         )
@@ -209,11 +209,32 @@ def _make_injector(  # noqa: PLR0917 - each is one option
 
     if attach is not None:
         return AttachedInjector(RunFiles(attach.resolve()))
-    if folder.exists():
+    if _exists(folder):
         raise UsageError(
             Reason.CONFIG_CONFLICT, f"{folder} already exists; choose another --out", path=folder
         )
-    return ProcessInjector(scenario, schedule, folder, os.environ, world.say)
+    return ProcessInjector(
+        scenario,
+        schedule,
+        folder,
+        os.environ,
+        world.say,
+        times_asked=lambda: world.interruption.times,
+    )
+
+
+def _exists(path: Path) -> bool:
+    """Whether something is there.
+
+    Raises:
+        UsageError: CONFIG_INVALID where nobody can tell: the name is too long, its folder closed.
+    """
+    try:
+        return path.exists()
+    except OSError as error:
+        raise UsageError(
+            Reason.CONFIG_INVALID, f"{path} cannot be looked at: {error.strerror}", path=path
+        ) from error
 
 
 def _make_world(interruption: Interruption) -> World:
@@ -237,6 +258,7 @@ def _interruptible() -> Iterator[Interruption]:
 
     def stop(number: int, _: object) -> None:
         interruption.why = signal.Signals(number).name
+        interruption.times += 1
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     # What is ignored stays so: that is what nohup is for.

@@ -121,6 +121,18 @@ def is_loopback(address: str | Address) -> bool:
         return False
 
 
+def is_local_name(host: str) -> bool:
+    """Whether a Host header, with a port or without, names this machine by a loopback address.
+
+    A page from elsewhere cannot send one: its own name may lead here, but stays in the header.
+    """
+    has_port = ":" in host.rpartition("]")[2]
+    try:
+        return is_loopback(host if has_port else f"{host}:0")
+    except UsageError:
+        return False
+
+
 def require_secure(address: str | Address, *, insecure: bool) -> None:
     """Refuses a plaintext connection beyond this machine unless it was asked for aloud.
 

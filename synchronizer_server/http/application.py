@@ -12,8 +12,7 @@ from typing import Final
 
 from aiohttp import web
 
-from decoupled_diloco.channel import Address, is_loopback
-from decoupled_diloco.errors import UsageError
+from decoupled_diloco.channel import Address, is_local_name, is_loopback
 from synchronizer_server.http.feed import GZIP_HEADER, Feed, Sparing, pack
 
 logger = logging.getLogger(__name__)
@@ -131,7 +130,7 @@ class Pages:
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method not in _READ_ONLY:
             raise web.HTTPMethodNotAllowed(request.method, _READ_ONLY, text="this page only shows")
-        if self._is_local and not _is_local_name(request.headers.get("Host", "")):
+        if self._is_local and not is_local_name(request.headers.get("Host", "")):
             raise web.HTTPMisdirectedRequest(text="ask for it as localhost or 127.0.0.1")
         try:
             return await handler(request)
@@ -219,15 +218,3 @@ def _asset(body: bytes, content_type: str) -> Handler:
 
 async def _secure(_: web.Request, response: web.StreamResponse) -> None:
     response.headers.update(_HEADERS)
-
-
-def _is_local_name(host: str) -> bool:
-    """Whether a Host header names this machine by a loopback address."""
-    try:
-        return is_loopback(host if _has_port(host) else f"{host}:0")
-    except UsageError:
-        return False
-
-
-def _has_port(host: str) -> bool:
-    return ":" in host.rpartition("]")[2]

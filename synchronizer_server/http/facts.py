@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from decoupled_diloco.fault_points import wall
 from decoupled_diloco.plain import to_plain
 from decoupled_diloco.v1 import admin_pb2
 from synchronizer_server.engine import Engine
@@ -92,7 +92,7 @@ def look(sources: Sources) -> Seen:
         if vitals.published_at is not None:
             published_s = engine.parts.clock() - vitals.published_at
     return Seen(
-        time=time.time(),
+        time=wall(),
         status=status,
         remembered=sources.history.remembered(),
         leader_address=address,

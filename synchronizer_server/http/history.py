@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from decoupled_diloco.fault_points import wall as wall_clock
 from synchronizer_server.http.sentences import sentence
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ class Event:
 
     Attributes:
         number: of what happened in this process, from 1.
-        time: when, for the last time, seconds since the epoch.
+        time: when, for the last time: seconds since the epoch, by the wall clock of whoever asks
+            now; monotonic seconds while it is kept.
         subject: what it happened to.
         text: what happened.
         times: how often, since it was first kept.
@@ -166,10 +168,17 @@ class History:
 
     Args:
         wall: seconds since the epoch; for people.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, *, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        *,
+        wall: Callable[[], float] = wall_clock,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._wall = wall
+        self._clock = clock
         self._lock = threading.Lock()
         self._curve = LossCurve()
         self._shares = Shares()
@@ -193,8 +202,10 @@ class History:
         """Returns what there is to show now."""
         with self._lock:
             events = sorted([*self._news, *self._left_out], key=lambda x: x.number, reverse=True)
+            # How long ago each was does not change where the wall clock is set anew.
+            zero = self._wall() - self._clock()
             return Remembered(
-                events=tuple(events),
+                events=tuple(replace(x, time=round(zero + x.time, 3)) for x in events),
                 losses=tuple(self._curve.points()),
                 shares=self._shares.mean(),
             )
@@ -204,7 +215,7 @@ class History:
             text = "".join(x if x.isprintable() else "\N{REPLACEMENT CHARACTER}" for x in text)
         text = text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
         self._num_events += 1
-        event = Event(number=self._num_events, time=self._wall(), subject=subject, text=text)
+        event = Event(number=self._num_events, time=self._clock(), subject=subject, text=text)
         (self._news if to is None else to).add(event)
 
     def _take(self, kind: str, fields: Mapping[str, Any]) -> None:

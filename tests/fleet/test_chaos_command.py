@@ -213,6 +213,8 @@ def test_all_scenarios_are_known_by_one_word(tmp_path: Path) -> None:
         (["run", "all", "learner-kill"], ["give it alone"]),
         (["run", "learner-kill", "--out", "."], ["already exists", "--out"]),
         (["run", "learner-kill", "--out", "/dev/null"], ["no folder", "--out"]),
+        (["run", "learner-kill", "--out", "x" * 300], ["CONFIG_INVALID", "name too long"]),
+        (["run", "learner-kill", "--attach", "x" * 300], ["CONFIG_INVALID", "name too long"]),
     ],
 )
 def test_mistakes_are_one_line_with_exit_code_64(

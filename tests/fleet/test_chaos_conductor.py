@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from diloco_fleet.chaos.conductor import Action, Arm, Begin, Heal, Phase
-from diloco_fleet.chaos.scenario import Fault, FaultKind
+from diloco_fleet.chaos.scenario import AbortWhen, Fault, FaultKind
 from tests.fleet.chaos_play import conducted, dies, freeze, kill, over, play
 from tests.fleet.chaos_world import World
 
@@ -213,6 +215,14 @@ def test_a_standstill_aborts_and_heals() -> None:
     assert [type(action) for action in done] == [Begin, Heal]
 
 
+def test_nobody_is_struck_where_it_is_given_up_at_once() -> None:
+    world = World()
+    conductor = conducted(world, kill(at_s=0.0), abort=AbortWhen(learners_below=4))
+    assert play(conductor, world, over(conductor)) == []
+    assert conductor.stopped == "3 learners are running"
+    assert conductor.records[0].began_s is None
+
+
 def test_a_fleet_that_ends_is_noticed() -> None:
     world = World()
     conductor = conducted(world, kill())
@@ -306,3 +316,47 @@ def test_who_is_silent_without_being_struck_is_measured(state: str) -> None:
     world.silent_s["learner-1"] = 99.0
     play(conductor, world, over(conductor))
     assert conductor.longest_silence_s == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize("state", ["expected", "disconnected", "gone"])
+def test_a_learner_that_is_not_live_just_when_it_is_struck_has_to_come_back_too(state: str) -> None:
+    """A leader that has just taken over has not heard of everybody yet."""
+    world = World()
+    conductor = conducted(world, kill("learner-1", at_s=2.0), duration_s=4.0)
+
+    def act(action: Action) -> None:
+        world.away["learner-1"] = math.inf
+
+    play(conductor, world, lambda: conductor.phase is Phase.STRIKING)
+    world.states["learner-1"] = state
+    play(conductor, world, over(conductor), act)
+    [record] = conductor.records
+    assert record.began_s is not None
+    assert record.merging_s is not None
+    assert record.recovered_s is None, "it is left out for ever"
+
+
+@pytest.mark.parametrize("state", ["left", "drained"])
+def test_who_has_left_for_good_is_not_waited_for(state: str) -> None:
+    world = World()
+    conductor = conducted(world, freeze("learner-1"), duration_s=8.0)
+    play(conductor, world, lambda: conductor.phase is Phase.STRIKING)
+    world.states["learner-1"], world.away["learner-1"] = state, math.inf
+    play(conductor, world, over(conductor))
+    assert conductor.records[0].recovered_s is not None
+
+
+@pytest.mark.parametrize(("between", "recovers"), [("the leader", False), ("the follower", True)])
+def test_who_was_cut_off_from_who_led_has_to_contribute_again(
+    between: str, *, recovers: bool
+) -> None:
+    """A side of a partition is cut off whichever of the two is named first."""
+    world = World()
+    cut = Fault(fault=FaultKind.PARTITION, between=(between, "rest"), at_s=(2.0,), duration_s=3.0)
+    conductor = conducted(world, cut, duration_s=8.0)
+
+    def act(action: Action) -> None:
+        world.away["learner-0"] = math.inf
+
+    play(conductor, world, over(conductor), act)
+    assert (conductor.records[0].recovered_s is not None) == recovers

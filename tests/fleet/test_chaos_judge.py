@@ -86,7 +86,8 @@ def fleet_metrics(*, until: int = 60) -> RunMetrics:
 def figures(**more: object) -> Figures:
     values = {
         "window_s": 60.0, "goodput": 0.9, "uptime": 1.0, "participation": 0.8, "measured_h": 8.8,
-        "rounds": 50, "rounds_lost": 0, "leader_changes": 1, "tokens": 100, "restarts": 1, **more,
+        "rounds": 50, "rounds_lost": 0, "leader_changes": 1, "tokens": 100, "learners": 3,
+        "restarts": 1, **more,
     }  # fmt: skip
     return Figures(**values)  # type: ignore[arg-type]
 
@@ -99,6 +100,7 @@ def test_the_figures_are_those_of_the_time_that_was_watched() -> None:
     assert whole.goodput == pytest.approx(1.0)
     assert (whole.leader_changes, whole.restarts) == (1, 3)
     assert whole.rounds_lost == 0
+    assert whole.learners == 2
     assert whole.participation == pytest.approx((29 * 2 + 30) / (59 * 2))
     early = compute_figures(
         metrics, num_learners=2, begin=BEGIN + 0.3, end=BEGIN + 20.7, restarts=3
@@ -186,6 +188,8 @@ def test_nothing_that_was_struck_or_written_is_no_experiment() -> None:
     assert broken() == {"kill 0"}, "this world does not come back"
     assert broken(rounds=None, tokens=None) == {"kill 0", "rounds", "tokens"}
     assert broken(rounds=10) == {"kill 0", "rounds"}, "most of them are missing"
+    assert broken(learners=2) == {"kill 0", "learners"}, "a round lost with one is not seen"
+    assert broken(learners=None) == {"kill 0", "learners"}
     conductor.records[0].problem = "nobody is there"
     assert broken() == {"kill 0", "strikes"}
 

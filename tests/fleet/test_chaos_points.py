@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from decoupled_diloco import fault_points
+from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.fault_points import VARIABLE, FaultPoint, Faults, for_process
 from decoupled_diloco.journal import Journal
 from decoupled_diloco.v1 import admin_pb2, types_pb2
@@ -203,3 +205,61 @@ def test_who_may_mount_nothing_is_told_why(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert "Operation not permitted" in disks.no_disk_because()
     assert "root" in disks.no_disk_because()
+
+
+@pytest.fixture
+def two_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[disks.Disks, list[Path]]:
+    """Disks that nobody has to mount, with something on them."""
+    monkeypatch.setattr(disks, "_run", lambda *_: None)
+    mine, folders = disks.Disks(), [tmp_path / "store", tmp_path / "store-1"]
+    mine._folders += folders
+    for folder in folders:
+        folder.mkdir()
+        (folder / "round").write_text(folder.name)
+    return mine, folders
+
+
+def test_what_could_not_be_kept_is_kept_by_a_second_call(
+    two_disks: tuple[disks.Disks, list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, folders = two_disks
+    whole = shutil.copytree
+
+    def full(folder: Path, copy: Path) -> None:
+        whole(folder, copy)
+        (copy / "round").write_text("ha")
+        if folder == folders[0]:
+            raise shutil.Error([(str(folder), str(copy), "No space left on device")])
+        (copy / "round").write_text(folder.name)
+
+    monkeypatch.setattr(disks.shutil, "copytree", full)
+    with pytest.raises(DilocoError, match="No space left") as raised:
+        mine.keep()
+    assert raised.value.reason is Reason.STORAGE_FAILED
+    monkeypatch.setattr(disks.shutil, "copytree", whole)
+    mine.keep()
+    mine.keep()
+    assert [(folder / "round").read_text() for folder in folders] == ["store", "store-1"]
+    assert sorted(folders[0].parent.iterdir()) == folders, "no half copy"
+
+
+def test_a_copy_that_is_whole_is_not_made_again_of_an_unmounted_folder(
+    two_disks: tuple[disks.Disks, list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, folders = two_disks
+
+    def unmount(folder: Path, *_: str) -> None:
+        (folder / "round").unlink()  # under the disk there is nothing
+
+    monkeypatch.setattr(disks, "_run", unmount)
+    remove = shutil.rmtree
+
+    def fails(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(disks.shutil, "rmtree", fails)
+    with pytest.raises(DilocoError, match="Permission denied"):
+        mine.keep()
+    monkeypatch.setattr(disks.shutil, "rmtree", remove)
+    mine.keep()
+    assert [(folder / "round").read_text() for folder in folders] == ["store", "store-1"]

@@ -7,13 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from decoupled_diloco.errors import DilocoError
+from diloco_fleet.chaos import own_fleet
 from diloco_fleet.chaos.conductor import Arm, Begin
+from diloco_fleet.chaos.disks import Disks
 from diloco_fleet.chaos.frozen import Frozen
+from diloco_fleet.chaos.own_fleet import OwnFleet
 from diloco_fleet.chaos.point_faults import PointFaults
 from diloco_fleet.chaos.process_faults import ProcessFaults, no_such_fault_because
 from diloco_fleet.chaos.scenario import Fault, FaultKind, Hypothesis, Scenario
@@ -165,3 +170,24 @@ def test_a_pid_that_is_somebody_elses_gets_no_signal(tmp_path: Path) -> None:
     finally:
         type(bench).parent_pid = property(lambda _: os.getpid())  # type: ignore[method-assign, assignment]
         bench.close()
+
+
+def test_to_ask_for_the_end_once_more_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it says when it drains; Ctrl-C at the beginning of a scenario is no second one."""
+    ended, requests = threading.Event(), list[int]()
+
+    def request_stop() -> None:
+        requests.append(len(asked))
+        if len(requests) > 1:
+            ended.set()
+
+    monkeypatch.setattr(own_fleet, "_LOOK_S", 0.01)
+    fleet = object.__new__(OwnFleet)
+    fleet._thread = threading.Thread(target=ended.wait, args=(60.0,))
+    fleet._supervisor = SimpleNamespace(request_stop=request_stop)
+    fleet._journal = SimpleNamespace(record=lambda *_, **__: None)
+    fleet._disks, fleet._outcome = Disks(), None
+    fleet._thread.start()
+    asked = [1, 1, 1, 2]
+    fleet.drain(lambda: asked.pop(0) if len(asked) > 1 else asked[0])
+    assert requests == [4, 1], "not before it was asked for once more"

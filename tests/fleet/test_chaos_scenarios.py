@@ -83,6 +83,9 @@ def test_the_short_form_replaces_keys() -> None:
     assert (short.duration_s, short.faults[0].at_s) == (5.0, (1.0,))
 
 
+DEEP = ".".join("a" * 3000)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -122,6 +125,9 @@ def test_the_short_form_replaces_keys() -> None:
         (changed("[short]\nduration_s", "[short]\nduration"), ["[short]", "did you mean"]),
         (GOOD.split("[[faults]]", maxsplit=1)[0], ["no fault"]),
         ("duration_s = = 3", ["test.toml"]),
+        (changed('"random learner"', f"{{ {DEEP} = 1 }}"), ["within each other"]),
+        (changed("[short]", f"[short]\nfleet.{DEEP} = 1"), ["within each other"]),
+        (changed("[steady]", f"[fleet.run]\nsync_interval.{DEEP} = 1\n[steady]"), ["each other"]),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(text: str, words: list[str]) -> None:

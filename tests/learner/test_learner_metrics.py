@@ -209,8 +209,7 @@ def test_a_port_that_is_taken_is_refused_with_what_to_do():
     assert caught.value.reason is Reason.PORT_IN_USE
 
 
-def test_who_only_holds_connections_takes_few_threads_and_gives_way(monkeypatch):
-    monkeypatch.setattr("learner_client.metrics._REQUEST_S", 0.0)
+def test_who_only_holds_connections_takes_few_threads_and_gives_way():
     collector = LearnerCollector(NAME, Exchange(NAME), OverheadMeter())
     num_before = threading.active_count()
     with contextlib.ExitStack() as stack:
@@ -222,9 +221,50 @@ def test_who_only_holds_connections_takes_few_threads_and_gives_way(monkeypatch)
         while scrape is None and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 scrape = Scrape(port)
-            assert threading.active_count() - num_before <= 1 + 8
+            assert threading.active_count() - num_before <= 1 + 16
         assert scrape is not None
         assert scrape("online") == 0
+
+
+def test_who_connects_again_and_again_keeps_nobody_from_scraping():
+    collector = LearnerCollector(NAME, Exchange(NAME), OverheadMeter())
+    over = threading.Event()
+
+    def hold(port):
+        while not over.is_set():
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", port), 0.5) as held,
+            ):
+                held.sendall(b"GET /metrics HTTP/1.1\r\n")
+                held.recv(1)
+
+    with serve_metrics("127.0.0.1:0", collector) as port:
+        holders = [threading.Thread(target=hold, args=(port,)) for _ in range(8)]
+        try:
+            for holder in holders:
+                holder.start()
+            num_scraped = 0
+            for _ in range(20):
+                with contextlib.suppress(OSError):
+                    num_scraped += Scrape(port)("online") == 0
+        finally:
+            over.set()
+            for holder in holders:
+                holder.join()
+    assert num_scraped >= 10
+
+
+@pytest.mark.parametrize("host", ["metrics.example", "localhost.example:80", ""])
+def test_a_name_from_elsewhere_that_leads_here_is_refused(host):
+    collector = LearnerCollector(NAME, Exchange(NAME), OverheadMeter())
+    with serve_metrics("127.0.0.1:0", collector) as port:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Host": host})
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=20)
+        caught.value.close()
+        assert caught.value.code == 421
+        Scrape(port)
 
 
 def test_who_says_nothing_is_cut_off(monkeypatch):

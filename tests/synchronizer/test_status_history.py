@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from decoupled_diloco import fault_points
 from decoupled_diloco.journal import Journal
 from synchronizer_server.http import history as history_module
 from synchronizer_server.http.history import (
@@ -26,6 +29,28 @@ ROUND = {
 
 def told(history: History) -> list[tuple[str, str]]:
     return [(x.subject, x.text) for x in history.remembered().events]
+
+
+def test_ages_stay_where_the_wall_clock_is_set_anew() -> None:
+    """By hours, and back: an event was never hours ago, nor is it still to come."""
+    wall, clock = [1000.0], [5.0]
+    history = History(wall=lambda: wall[0], clock=lambda: clock[0])
+    history.take("seeded", {})
+    for off_s in (10800.0, -10800.0, 0.0):
+        clock[0] += 2.0
+        wall[0] = 1000.0 + clock[0] - 5.0 + off_s
+        [event] = history.remembered().events
+        assert wall[0] - event.time == pytest.approx(clock[0] - 5.0)
+
+
+def test_the_times_of_the_page_are_those_of_the_one_clock_that_may_be_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fault_points, "_faults", SimpleNamespace(offset_s=10800.0))
+    history = History()
+    history.take("seeded", {})
+    [event] = history.remembered().events
+    assert event.time == pytest.approx(time.time() + 10800.0, abs=60.0)
 
 
 def test_a_curve_keeps_first_and_newest_in_a_bounded_number_of_points() -> None:
@@ -76,7 +101,7 @@ def test_the_share_in_the_weight_is_a_mean_over_the_last_rounds() -> None:
 
 
 def test_events_are_few_and_what_repeats_is_counted() -> None:
-    history = History(wall=iter(range(10_000)).__next__)
+    history = History(clock=iter(range(10_000)).__next__)
     for i in range(2 * MAX_EVENTS):
         history.take("quorum", {"quorum": i, "before": 0})
     assert len(history.remembered().events) == MAX_EVENTS
