@@ -147,11 +147,6 @@ class RunFiles:
         """Held for as long as ``diloco run`` is at work in this directory."""
         return self.root / ".lock"
 
-    @property
-    def chaos_lock(self) -> Path:
-        """Held for as long as ``diloco chaos run`` strikes the fleet that is at work here."""
-        return self.root / ".chaos.lock"
-
     def store_of(self, index: int) -> Path:
         """Returns the store of a synchronizer; a run without a standby has the first."""
         return self.root / (f"store-{index}" if index else "store")
@@ -263,7 +258,11 @@ def hold_run(files: RunFiles) -> Iterator[None]:
         UsageError: CONFIG_CONFLICT when another fleet is at work there.
         DilocoError: DISK_FULL or STORAGE_FAILED.
     """
-    with _opened(files.lock) as descriptor:
+    from learner_client.files import storage_errors
+
+    with storage_errors(files.lock, "opening"):
+        descriptor = os.open(files.lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
         # A look by `diloco status` takes the lock for an instant.
         give_up = time.monotonic() + _LOCK_WAIT_S
         while not _try_lock(descriptor, fcntl.LOCK_EX):
@@ -271,35 +270,6 @@ def hold_run(files: RunFiles) -> Iterator[None]:
                 raise _occupied(files)
             time.sleep(0.05)
         yield
-
-
-@contextmanager
-def hold_chaos(files: RunFiles) -> Iterator[None]:
-    """Lets one experiment at a time strike the fleet of a run directory, as `hold_run` does.
-
-    Raises:
-        UsageError: CONFIG_CONFLICT while another one does.
-        DilocoError: DISK_FULL or STORAGE_FAILED.
-    """
-    with _opened(files.chaos_lock) as descriptor:
-        if not _try_lock(descriptor, fcntl.LOCK_EX):
-            raise UsageError(
-                Reason.CONFIG_CONFLICT,
-                f"another `diloco chaos run` strikes the fleet in {files.root}; one at a time, or "
-                "neither could tell what it has shown",
-                path=files.root,
-            )
-        yield
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    from learner_client.files import storage_errors
-
-    with storage_errors(path, "opening"):
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-    try:
-        yield descriptor
     finally:
         os.close(descriptor)
 

@@ -45,6 +45,8 @@ class Disks:
 
     def __init__(self) -> None:
         self._folders: list[Path] = []
+        self._copied: set[Path] = set()
+        """Those that are unmounted, and whose copy is whole."""
 
     def mount(self, folder: Path) -> None:
         """Puts a disk under a folder.
@@ -61,14 +63,41 @@ class Disks:
         self._folders.append(folder)
 
     def keep(self) -> None:
-        """Unmounts every disk; what was on it is in its folder then."""
-        for folder in self._folders:
-            copy = folder.with_name(f"{folder.name}.copy")
+        """Unmounts every disk; what was on it is in its folder then.
+
+        A disk of which that fails stays, and stops no other: call it again.
+
+        Raises:
+            DilocoError: STORAGE_FAILED, for the first of them.
+        """
+        failures: list[DilocoError | OSError] = []
+        for folder in tuple(self._folders):
+            try:
+                self._keep(folder)
+            except (DilocoError, OSError) as error:
+                failures.append(error)
+            else:
+                self._folders.remove(folder)
+        for failure in failures:
+            if isinstance(failure, DilocoError):
+                raise failure
+            why = f"what was on a disk of its own cannot be kept: {failure}"
+            raise DilocoError(Reason.STORAGE_FAILED, why) from failure
+
+    def _keep(self, folder: Path) -> None:
+        copy = folder.with_name(f"{folder.name}.copy")
+        if folder not in self._copied:
+            # An earlier copy may be a part of what there is.
+            if copy.exists():
+                shutil.rmtree(copy)
             shutil.copytree(folder, copy)
             _run(folder, "umount", "--lazy", str(folder))
-            shutil.rmtree(folder)
+            self._copied.add(folder)
+        if copy.exists():
+            if folder.exists():
+                shutil.rmtree(folder)
             copy.replace(folder)
-        self._folders.clear()
+        self._copied.discard(folder)
 
 
 def fill(folder: Path) -> None:

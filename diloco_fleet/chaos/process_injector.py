@@ -41,7 +41,7 @@ from diloco_fleet.metrics import (
     read_metrics,
 )
 from diloco_fleet.process import Restart
-from diloco_fleet.run_files import ProcessEntry, RunFiles, hold_chaos, is_running, read_fleet
+from diloco_fleet.run_files import ProcessEntry, RunFiles, is_running, read_fleet
 from diloco_fleet.standby import REDIS
 
 
@@ -312,7 +312,6 @@ class AttachedInjector(_Processes):
         names = [name for name in self._running.pids() if is_synchronizer(name)]
         addresses = self._running.address.split(",")
         faults = ProcessFaults(self._running, None, None, self._redis_url())
-        self._stack.enter_context(hold_chaos(self._running.files))
         self._enter(faults, dict(zip(names, addresses, strict=True)))
         return self
 

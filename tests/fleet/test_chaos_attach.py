@@ -67,17 +67,6 @@ def test_processes_of_a_running_fleet_are_struck_and_it_goes_on(
     assert all(popen.poll() is None for name, popen in children.items() if name != "learner-1")
 
 
-def test_two_experiments_do_not_strike_one_fleet_at_once(files: RunFiles) -> None:
-    """One would end what the other has begun, and both would judge what neither has done."""
-    with hold_run(files):
-        with AttachedInjector(files):
-            with pytest.raises(UsageError, match="another `diloco chaos run`") as caught:
-                AttachedInjector(files).__enter__()
-            assert caught.value.reason is Reason.CONFIG_CONFLICT
-        with AttachedInjector(files):
-            pass  # the first one is over
-
-
 def test_leaving_thaws_what_is_frozen(
     files: RunFiles, children: dict[str, subprocess.Popen[bytes]]
 ) -> None:
