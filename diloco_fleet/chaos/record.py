@@ -14,12 +14,14 @@ from diloco_fleet.chaos.targets import is_learner
 STALE_S: Final = 1.5
 """What is seen of a fleet may be that old."""
 
+_GIVEN_UP: Final = ("gone", "left", "drained")
+
 
 @dataclass(slots=True, kw_only=True)
 class _Baseline:
     """What has to be exceeded, or to be there again."""
 
-    live: frozenset[str]
+    at_work: frozenset[str]
     incarnations: Mapping[str, tuple[int, int]]
     contributions: dict[str, int]
     merges: int
@@ -112,10 +114,12 @@ class Record:
         """It strikes now."""
         self.targets, self.began_s = targets, now_s
         sample = seen.sample
-        live = [name for name, x in sample.learners.items() if x.state == "live"]
+        # Who leads anew has not heard of everybody yet, but who has contributed was at work.
+        away = {name for name, x in sample.learners.items() if x.state in _GIVEN_UP}
+        at_work = {name for name, count in seen.contributions.items() if count} - away
         self._baseline = _Baseline(
-            live=frozenset(live),
-            incarnations={name: x.incarnation for name, x in sample.learners.items()},
+            at_work=frozenset(at_work),
+            incarnations=dict(seen.incarnations),
             contributions=dict(seen.contributions),
             merges=seen.merges,
             term=sample.term,
@@ -143,7 +147,7 @@ class Record:
         led_anew = not base.led or seen.sample.term > base.term
         if self.merging_s is None and seen.merges > base.merges and led_anew:
             self.merging_s = now_s
-        learners = [name for name in self.affected if is_learner(name) and name in base.live]
+        learners = [name for name in self.affected if is_learner(name) and name in base.at_work]
         back = [self._contributes(name, base, seen) for name in learners]
         in_sync = seen.sample.in_sync or not base.in_sync
         whole = in_sync and (seen.sample.lease_held or not base.lease_held)

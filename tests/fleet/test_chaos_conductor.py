@@ -42,6 +42,42 @@ def test_a_killed_learner_has_recovered_when_its_next_life_contributes() -> None
     assert record.merging_s < record.recovered_s, "the others merged on"
 
 
+def test_a_learner_of_whom_a_new_leader_has_not_heard_yet_has_to_come_back_too() -> None:
+    """A leader knows nobody as live when its term begins, which is when this one strikes."""
+    world = World()
+    after = Fault(fault=FaultKind.KILL, who="learner-1", on="leader-change")
+    conductor = conducted(world, after)
+    play(conductor, world, lambda: conductor.phase is Phase.STRIKING)
+    world.term, world.accepted = 2, dict.fromkeys(world.accepted, 0)
+    world.states["learner-1"] = "expected"
+
+    def act(action: Action) -> None:
+        """Its process is started again at once, and takes its time to join."""
+        assert isinstance(action, Begin)
+        world.dead["learner-1"], world.away["learner-1"] = world.now_s, world.now_s + 6.0
+
+    play(conductor, world, over(conductor), act)
+    [record] = conductor.records
+    assert record.began_s is not None
+    assert record.recovered_s is not None
+    assert record.recovered_s >= record.began_s + 6.0
+
+
+def test_a_learner_that_had_been_given_up_is_not_waited_for() -> None:
+    world = World()
+    conductor = conducted(world, kill())
+    play(conductor, world, lambda: conductor.phase is Phase.STRIKING)
+    world.states["learner-1"] = "gone"
+    play(conductor, world, over(conductor), dies(world, 1e9))
+    assert conductor.records[0].recovered_s is None, "it does not even run"
+    world = World()
+    conductor = conducted(world, freeze())
+    play(conductor, world, lambda: conductor.phase is Phase.STRIKING)
+    world.states["learner-1"], world.away["learner-1"] = "gone", 1e9
+    play(conductor, world, over(conductor))
+    assert conductor.records[0].recovered_s is not None
+
+
 def test_a_leader_that_was_killed_is_replaced_in_a_later_term() -> None:
     """Rounds that its own term still shows do not count; nor does a fleet without a standby."""
     world = World()
