@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, DilocoError, Reason, UsageError
+from diloco_fleet.chaos.alone import alone_at
 from diloco_fleet.chaos.scenario import Scenario
 from diloco_fleet.chaos.scenario_file import SHIPPED, load_scenario
 from diloco_fleet.chaos.schedule import Strike, draw_schedule
@@ -98,7 +99,7 @@ def run_command(
     loaded = [load_scenario(name, short=short) for name in names]
     if attach is not None and not attach.exists():
         attach = RUNS_FOLDER / attach
-    with _interruptible() as interruption:
+    with _alone(injector, attach, project), _interruptible() as interruption:
         world = _make_world(interruption)
 
         def begin(scenario: Scenario, number: int) -> _Experiment:
@@ -121,6 +122,13 @@ def run_command(
     if interruption.why:
         return EXIT_DRAINED
     return EXIT_OK if all(x == "passed" for x in verdicts) else EXIT_NOT_PASSED
+
+
+def _alone(injector: str, attach: Path | None, project: str) -> AbstractContextManager[None]:
+    """Keeps others away from a fleet that is there already; nobody knows of one yet to start."""
+    if injector == "docker":
+        return alone_at(f"project {project}")
+    return alone_at(f"{attach.resolve()}") if attach is not None else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
