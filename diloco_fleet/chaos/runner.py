@@ -20,6 +20,9 @@ from diloco_fleet.metrics import RunMetrics
 LOOK_S: Final = 0.2
 """Time between two samples."""
 
+_SAY_S: Final = 10.0
+"""Time between two lines about what is waited for."""
+
 _STEP_LOOKS: Final = 10
 _STEP_LOOK_S: Final = 0.5
 
@@ -142,7 +145,7 @@ def _metrics_beyond(end: float, injector: Injector, world: World) -> RunMetrics:
 
 def _conduct(conductor: Conductor, injector: Injector, world: World) -> float:
     """Conducts to the end; returns the unix time of the steady state, else of the beginning."""
-    begin = world.wall()
+    begin = said = world.wall()
     while not conductor.is_over:
         if world.interruption.why:
             world.say(f"{world.interruption.why}: healing everything")
@@ -156,6 +159,11 @@ def _conduct(conductor: Conductor, injector: Injector, world: World) -> float:
             if before is Phase.STEADYING:
                 begin = world.wall() if conductor.phase is Phase.STRIKING else begin
             _say_phase(world, conductor, before)
+            if conductor.phase is not before or not conductor.awaited:
+                said = world.wall()
+            elif world.wall() >= said + _SAY_S:
+                said = world.wall()
+                world.say(f"         {conductor.awaited}")
         for action in actions:
             _act(action, injector, conductor, world)
         if not conductor.is_over:

@@ -29,6 +29,25 @@ def test_a_fleet_that_does_not_become_steady_is_not_struck_and_the_reason_is_nam
     assert "learner-2 did not contribute" in conductor.stopped
 
 
+def test_what_was_started_again_before_the_steady_state_is_no_crash() -> None:
+    world = World(away={"learner-2": 1e9}, restarts={"learner-0": 4})
+    conductor = conducted(world, kill())
+    play(conductor, world, over(conductor))
+    assert conductor.restarts == conductor.crashes == {}
+
+
+def test_what_is_awaited_is_told() -> None:
+    world = World(in_sync=False)
+    conductor = conducted(world, kill())
+    assert not conductor.awaited
+    play(conductor, world, lambda: conductor.awaited == "no standby is in sync")
+    world.in_sync = True
+    play(conductor, world, lambda: conductor.phase is Phase.STRIKING)
+    assert not conductor.awaited
+    play(conductor, world, lambda: conductor.phase is Phase.SETTLING, dies(world, 60.0))
+    assert conductor.awaited == "not as before since: kill learner-1"
+
+
 def test_a_killed_learner_has_recovered_when_its_next_life_contributes() -> None:
     """What its last life pushed and is counted late does not count."""
     world = World()
