@@ -102,7 +102,7 @@ class Conductor:
     longest_without_merging_s: float = 0.0
     progress: Progress | None = None
     _zero_s: float = 0.0
-    _restarts: Mapping[str, int] = field(default_factory=dict)
+    _restarts: Mapping[str, int] | None = None
     _started_s: float | None = None
     _settling_s: float = 0.0
     _armed: set[int] = field(default_factory=set)
@@ -127,8 +127,11 @@ class Conductor:
     @property
     def restarts(self) -> dict[str, int]:
         """How often each process was started again since the fleet was steady."""
-        now = self._seen.sample.restarts if self.progress is not None else {}
-        return {name: count - self._restarts.get(name, 0) for name, count in now.items()}
+        before = self._restarts
+        if before is None:
+            return {}
+        now = self._seen.sample.restarts
+        return {name: count - before.get(name, 0) for name, count in now.items()}
 
     @property
     def merges(self) -> int:
@@ -145,6 +148,19 @@ class Conductor:
             ends.update(self._running_before - self._seen.sample.running)
         counts = {name: count - planned[name] for name, count in ends.items()}
         return {name: count for name, count in counts.items() if count > 0}
+
+    @property
+    def awaited(self) -> str:
+        """What keeps it from going on, in words; empty while it waits for time alone."""
+        if self.progress is None:
+            return ""
+        if self.phase is Phase.STEADYING:
+            return self._lacks
+        if self.phase is not Phase.SETTLING:
+            return ""
+        pending = [record for record in self.records if record.is_pending]
+        names = [f"{x.fault.fault} {', '.join(sorted(x.affected))}" for x in pending]
+        return f"not as before since: {'; '.join(names)}" if names else ""
 
     def handle(self, sample: Sample) -> list[Action]:
         """Takes one more sample; returns what is to be done now."""
@@ -198,20 +214,26 @@ class Conductor:
     # -- steady state -----------------------------------------------------------------------------
 
     def _steady(self, at_s: float) -> None:
-        seen = self._seen
-        learners = [name for name in self.names if is_learner(name)]
-        missing = [name for name in learners if not seen.contributions.get(name)]
-        if not missing and seen.merges and (seen.sample.in_sync or not self._has_standby):
+        seen, lacks = self._seen, self._lacks
+        if not lacks:
             self.phase, self._zero_s = Phase.STRIKING, at_s
             self._restarts, self._merges_before = seen.sample.restarts, seen.merges
             self._running_before = seen.sample.running
             return
         assert self._started_s is not None
         if at_s - self._started_s > self.scenario.ready_s:
-            what = f"{', '.join(sorted(missing))} did not contribute" if missing else (
-                "no standby is in sync" if seen.merges else "nothing was merged"
-            )  # fmt: skip
-            self.stop(f"no steady state within {self.scenario.ready_s:g} s: {what}")
+            self.stop(f"no steady state within {self.scenario.ready_s:g} s: {lacks}")
+
+    @property
+    def _lacks(self) -> str:
+        """What a steady state lacks; empty where it is there."""
+        seen = self._seen
+        missing = [x for x in self.names if is_learner(x) and not seen.contributions.get(x)]
+        if missing:
+            return f"{', '.join(sorted(missing))} did not contribute"
+        if not seen.merges:
+            return "nothing was merged"
+        return "" if seen.sample.in_sync or not self._has_standby else "no standby is in sync"
 
     @property
     def _has_standby(self) -> bool:

@@ -22,7 +22,7 @@ _FOR_GOOD: Final = frozenset({"left", "drained"})
 class _Baseline:
     """What has to be exceeded, or to be there again."""
 
-    expected: frozenset[str]
+    at_work: frozenset[str]
     incarnations: Mapping[str, tuple[int, int]]
     contributions: dict[str, int]
     merges: int
@@ -115,11 +115,12 @@ class Record:
         """It strikes now."""
         self.targets, self.began_s = targets, now_s
         sample = seen.sample
-        # Not only who is live: after a change of the leader, or a cut, nobody need be just then.
-        expected = [name for name, x in sample.learners.items() if x.state not in _FOR_GOOD]
+        # Who leads anew has not heard of everybody yet, but who has contributed was at work.
+        for_good = {name for name, x in sample.learners.items() if x.state in _FOR_GOOD}
+        at_work = {name for name, count in seen.contributions.items() if count} - for_good
         self._baseline = _Baseline(
-            expected=frozenset(expected),
-            incarnations={name: x.incarnation for name, x in sample.learners.items()},
+            at_work=frozenset(at_work),
+            incarnations=dict(seen.incarnations),
             contributions=dict(seen.contributions),
             merges=seen.merges,
             term=sample.term,
@@ -148,7 +149,7 @@ class Record:
         if self.merging_s is None and seen.merges > base.merges and led_anew:
             self.merging_s = now_s
         named = self.affected | self.left_alone
-        learners = [name for name in named if is_learner(name) and name in base.expected]
+        learners = [name for name in named if is_learner(name) and name in base.at_work]
         back = [self._contributes(name, base, seen) for name in learners]
         in_sync = seen.sample.in_sync or not base.in_sync
         whole = in_sync and (seen.sample.lease_held or not base.lease_held)

@@ -20,6 +20,9 @@ from diloco_fleet.metrics import RunMetrics
 LOOK_S: Final = 0.2
 """Time between two samples."""
 
+_SAY_S: Final = 10.0
+"""Time between two lines about what is waited for."""
+
 _STEP_LOOKS: Final = 10
 _STEP_LOOK_S: Final = 0.5
 
@@ -144,7 +147,7 @@ def _metrics_beyond(end: float, injector: Injector, world: World) -> RunMetrics:
 
 def _conduct(conductor: Conductor, injector: Injector, world: World) -> float:
     """Conducts to the end; returns the unix time of the steady state, else of the beginning."""
-    begin = world.wall()
+    begin = said = world.wall()
     while not conductor.is_over:
         if world.interruption.why:
             world.say(f"{world.interruption.why}: healing everything")
@@ -158,6 +161,11 @@ def _conduct(conductor: Conductor, injector: Injector, world: World) -> float:
             if before is Phase.STEADYING:
                 begin = world.wall() if conductor.phase is Phase.STRIKING else begin
             _say_phase(world, conductor, before)
+            if conductor.phase is not before or not conductor.awaited:
+                said = world.wall()
+            elif world.wall() >= said + _SAY_S:
+                said = world.wall()
+                world.say(f"         {conductor.awaited}")
         for action in actions:
             _act(action, injector, conductor, world)
         if not conductor.is_over:
@@ -170,9 +178,8 @@ def _say_phase(world: World, conductor: Conductor, before: Phase) -> None:
         return
     if conductor.phase is Phase.STRIKING:
         num_strikes = len(conductor.schedule)
-        world.say(
-            f"the fleet is steady; {num_strikes} strikes in {conductor.scenario.duration_s:g} s"
-        )
+        strikes = f"{num_strikes} strike{'' if num_strikes == 1 else 's'}"
+        world.say(f"the fleet is steady; {strikes} in {conductor.scenario.duration_s:g} s")
     elif conductor.phase is Phase.SETTLING:
         world.say(
             f"no more faults; waiting for recoveries, {conductor.scenario.settle_s:g} s at most"
@@ -192,10 +199,12 @@ def _act(action: Action, injector: Injector, conductor: Conductor, world: World)
             world.say(f"         armed: {action.fault.fault} {action.process} at {action.fault.on}")
             injector.arm(action)
         elif isinstance(action, Heal):
+            injector.heal(action.number)
             armed = record.healed_s is None
             when = "        " if armed else f"{record.healed_s:6.1f} s"
-            world.say(f"{when}  {'disarmed' if armed else 'healed'}: {record.fault.fault}")
-            injector.heal(action.number)
+            # What could not be done was said; a part of it may have been.
+            if not record.problem:
+                world.say(f"{when}  {'disarmed' if armed else 'healed'}: {record.fault.fault}")
     except (DilocoError, OSError) as error:
         message = _message(error)
         world.say(f"         {message}")

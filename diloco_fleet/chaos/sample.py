@@ -67,6 +67,7 @@ class Progress:
         merges: how often it was.
         contributions: contributions of each learner that were seen.
         steps: inner steps of each learner that were seen.
+        incarnations: newest life of each learner that was seen.
         events: what has changed with the newest sample: names of `scenario.Event`.
         led: whether anybody who leads has been seen.
     """
@@ -76,13 +77,16 @@ class Progress:
     merges: int = 0
     contributions: Mapping[str, int] = field(default_factory=dict)
     steps: Mapping[str, int] = field(default_factory=dict)
+    incarnations: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     events: frozenset[str] = frozenset()
     led: bool = False
 
 
 def begin(sample: Sample) -> Progress:
     """Returns the progress at the first sample."""
-    return Progress(sample=sample, merged_at_s=sample.at_s, led=sample.leader is not None)
+    lives = {name: seen.incarnation for name, seen in sample.learners.items()}
+    led = sample.leader is not None
+    return Progress(sample=sample, merged_at_s=sample.at_s, incarnations=lives, led=led)
 
 
 def advance(before: Progress, sample: Sample) -> Progress:
@@ -99,6 +103,7 @@ def advance(before: Progress, sample: Sample) -> Progress:
             merges=before.merges,
             contributions=before.contributions,
             steps=before.steps,
+            incarnations=before.incarnations,
             led=before.led,
         )
     if not before.led:
@@ -107,12 +112,14 @@ def advance(before: Progress, sample: Sample) -> Progress:
     new_term = sample.term != old.term
     rose = sample.global_step > old.global_step
     contributions, steps = dict(before.contributions), dict(before.steps)
+    lives = dict(before.incarnations)
     for name, seen in sample.learners.items():
         last = old.learners.get(name)
         # A leader counts what it accepted itself.
         since = 0 if new_term or last is None else last.accepted
         gained = seen.accepted - since if seen.accepted >= since else seen.accepted
         contributions[name] = contributions.get(name, 0) + gained
+        lives[name] = max(lives.get(name, seen.incarnation), seen.incarnation)
         stepped = max(seen.local_step - last.local_step, 0) if last is not None else 0
         steps[name] = steps.get(name, 0) + stepped
     return Progress(
@@ -121,6 +128,7 @@ def advance(before: Progress, sample: Sample) -> Progress:
         merges=before.merges + max(sample.global_step - old.global_step, 0),
         contributions=contributions,
         steps=steps,
+        incarnations=lives,
         events=frozenset(_events(old, sample)),
         led=True,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from decoupled_diloco.errors import EXIT_DRAINED, EXIT_OK, DilocoError, Reason, UsageError
+from diloco_fleet.chaos.alone import alone_at
 from diloco_fleet.chaos.scenario import Scenario
 from diloco_fleet.chaos.scenario_file import SHIPPED, load_scenario
 from diloco_fleet.chaos.schedule import Strike, draw_schedule
@@ -98,7 +99,7 @@ def run_command(
     loaded = [load_scenario(name, short=short) for name in names]
     if attach is not None and not _exists(attach):
         attach = RUNS_FOLDER / attach
-    with _interruptible() as interruption:
+    with _alone(injector, attach, project), _interruptible() as interruption:
         world = _make_world(interruption)
 
         def begin(scenario: Scenario, number: int) -> _Experiment:
@@ -121,6 +122,13 @@ def run_command(
     if interruption.why:
         return EXIT_DRAINED
     return EXIT_OK if all(x == "passed" for x in verdicts) else EXIT_NOT_PASSED
+
+
+def _alone(injector: str, attach: Path | None, project: str) -> AbstractContextManager[None]:
+    """Keeps others away from a fleet that is there already; nobody knows of one yet to start."""
+    if injector == "docker":
+        return alone_at(f"project {project}")
+    return alone_at(f"{attach.resolve()}") if attach is not None else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +205,7 @@ def _make_injector(  # noqa: PLR0917 - each is one option
     project: str,
     world: World,
 ) -> Injector:
-    if _exists(folder) and not folder.is_dir():
-        raise UsageError(
-            Reason.CONFIG_CONFLICT, f"{folder} is no folder; choose another --out", path=folder
-        )
+    _check_folder(folder, is_new=name != "docker" and attach is None)
     if name == "docker":
         from diloco_fleet.chaos.docker_injector import connect
 
@@ -209,10 +214,6 @@ def _make_injector(  # noqa: PLR0917 - each is one option
 
     if attach is not None:
         return AttachedInjector(RunFiles(attach.resolve()))
-    if _exists(folder):
-        raise UsageError(
-            Reason.CONFIG_CONFLICT, f"{folder} already exists; choose another --out", path=folder
-        )
     return ProcessInjector(
         scenario,
         schedule,
@@ -221,6 +222,23 @@ def _make_injector(  # noqa: PLR0917 - each is one option
         world.say,
         times_asked=lambda: world.interruption.times,
     )
+
+
+def _check_folder(folder: Path, *, is_new: bool) -> None:
+    """Refuses a folder that a result cannot go to, or would take from another one."""
+    from diloco_fleet.chaos.result import RESULT_NAME
+
+    if not _exists(folder):
+        return
+    if not folder.is_dir():
+        why = "is no folder"
+    elif is_new:
+        why = "already exists"
+    elif _exists(folder / f"{RESULT_NAME}.json"):
+        why = "has a result already"
+    else:
+        return
+    raise UsageError(Reason.CONFIG_CONFLICT, f"{folder} {why}; choose another --out", path=folder)
 
 
 def _exists(path: Path) -> bool:

@@ -145,6 +145,10 @@ def test_the_link_of_a_datacenter_is_slow_until_the_overlay_is_taken_away(
     image = inspect(link)["Config"]["Image"]
     show = ("docker", "run", "--rm", *attach, image, "qdisc", "show", "dev", "eth0")
     assert "tbf" in run(*show)
+    # Who is started again has another network, in which nothing is slow yet.
+    os.kill(inspect(fleet.container("learner-b"))["State"]["Pid"], signal.SIGKILL)
+    wait_for("the link was made anew", lambda: inspect(link)["RestartCount"] > 0)
+    wait_for("the link is slow again", lambda: "tbf" in run(*show, check=False))
     fleet.compose("rm", "--stop", "--force", "link", overlay="chaos")
     assert "tbf" not in run(*show)
     fleet.rises()

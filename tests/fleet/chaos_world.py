@@ -11,6 +11,8 @@ from diloco_fleet.chaos.sample import LearnerSeen, Sample
 from diloco_fleet.chaos.scenario import Fault, FaultKind
 from diloco_fleet.metrics import Round, RunMetrics, Step
 
+UNKNOWN = "unknown"
+"""State of a learner of which who leads has never heard."""
 LEARNERS = ("learner-0", "learner-1", "learner-2")
 NAMES = frozenset([*LEARNERS, "synchronizer-0", "synchronizer-1", "redis", "evaluator"])
 
@@ -87,6 +89,7 @@ class World:
                 silent_s=self.silent_s.get(name, 0.1),
             )
             for name in LEARNERS
+            if self.states.get(name) != UNKNOWN
         }
         leader = None if self.leader in self.dead else self.leader
         sample = Sample(

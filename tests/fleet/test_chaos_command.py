@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from decoupled_diloco.errors import DilocoError, Reason, UsageError
 from diloco_fleet.chaos import timeline
+from diloco_fleet.chaos.alone import alone_at
 from diloco_fleet.chaos.runner import Interruption, World
 from diloco_fleet.cli import main
 from diloco_fleet.commands import chaos
@@ -203,6 +204,20 @@ def test_all_scenarios_are_known_by_one_word(tmp_path: Path) -> None:
         invoke("run", "all", "--out", str(tmp_path))
 
 
+def test_a_fleet_takes_one_experiment_at_a_time(at_world: WorldInjector, tmp_path: Path) -> None:
+    """Two would heal each other's faults, and take each other's recoveries for their own."""
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD)
+    docker = ("run", str(file), "--injector", "docker", "--project")
+    attached = ("run", str(file), "--out", str(tmp_path / "out"), "--attach", str(tmp_path))
+    with alone_at("project a"), alone_at(f"{tmp_path.resolve()}"):
+        for arguments in ((*docker, "a", "--out", str(tmp_path / "a")), attached):
+            with pytest.raises(UsageError, match="another `diloco chaos run` is at work on"):
+                invoke(*arguments)
+        assert invoke(*docker, "b", "--out", str(tmp_path / "b"))[0] == 0
+    assert invoke(*attached)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -232,6 +247,17 @@ def test_mistakes_are_one_line_with_exit_code_64(
     for word in words:
         assert word in line
     assert not list(tmp_path.iterdir())
+
+
+def test_no_result_is_written_over_another_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "chaos.json").write_text("{}")
+    where = ["--attach", "no-such-run", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit) as caught:
+        main(["chaos", "run", "learner-kill", *where])
+    assert caught.value.code == 64
+    assert "has a result already; choose another --out" in capsys.readouterr().err
 
 
 def test_a_machine_without_an_engine_is_told_so_in_one_line(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from diloco_fleet.chaos.conductor import Action, Arm, Begin, Heal, Phase
 from diloco_fleet.chaos.scenario import AbortWhen, Fault, FaultKind
 from tests.fleet.chaos_play import conducted, dies, freeze, kill, over, play
-from tests.fleet.chaos_world import World
+from tests.fleet.chaos_world import UNKNOWN, World
 
 
 def test_nothing_happens_before_everybody_has_contributed_and_a_standby_is_in_sync() -> None:
@@ -29,6 +29,25 @@ def test_a_fleet_that_does_not_become_steady_is_not_struck_and_the_reason_is_nam
     conductor = conducted(world, kill())
     assert play(conductor, world, over(conductor)) == []
     assert "learner-2 did not contribute" in conductor.stopped
+
+
+def test_what_was_started_again_before_the_steady_state_is_no_crash() -> None:
+    world = World(away={"learner-2": 1e9}, restarts={"learner-0": 4})
+    conductor = conducted(world, kill())
+    play(conductor, world, over(conductor))
+    assert conductor.restarts == conductor.crashes == {}
+
+
+def test_what_is_awaited_is_told() -> None:
+    world = World(in_sync=False)
+    conductor = conducted(world, kill())
+    assert not conductor.awaited
+    play(conductor, world, lambda: conductor.awaited == "no standby is in sync")
+    world.in_sync = True
+    play(conductor, world, lambda: conductor.phase is Phase.STRIKING)
+    assert not conductor.awaited
+    play(conductor, world, lambda: conductor.phase is Phase.SETTLING, dies(world, 60.0))
+    assert conductor.awaited == "not as before since: kill learner-1"
 
 
 def test_a_killed_learner_has_recovered_when_its_next_life_contributes() -> None:
@@ -318,7 +337,7 @@ def test_who_is_silent_without_being_struck_is_measured(state: str) -> None:
     assert conductor.longest_silence_s == pytest.approx(9.0)
 
 
-@pytest.mark.parametrize("state", ["expected", "disconnected", "gone"])
+@pytest.mark.parametrize("state", ["expected", "disconnected", "gone", UNKNOWN])
 def test_a_learner_that_is_not_live_just_when_it_is_struck_has_to_come_back_too(state: str) -> None:
     """A leader that has just taken over has not heard of everybody yet."""
     world = World()

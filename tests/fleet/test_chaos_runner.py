@@ -65,6 +65,13 @@ def test_a_fleet_that_holds_passes(injector: WorldInjector) -> None:
     assert injector.done[-3:] == ["heal all", "settle", "metrics"]
 
 
+def test_what_is_waited_for_is_said_every_now_and_then(injector: WorldInjector) -> None:
+    injector.world.away["learner-2"] = injector.world.now_s + 25.0
+    _, said = run(injector, KILL)
+    assert said.count("         learner-2 did not contribute") == 2
+    assert not [line for line in said if "not as before" in line], "that took no ten seconds"
+
+
 def test_what_lasts_is_healed_at_the_end(injector: WorldInjector) -> None:
     result, _ = run(injector, FREEZE)
     assert injector.done == ["freeze learner-1", "heal", "heal all", "settle", "metrics"]
