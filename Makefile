@@ -91,7 +91,7 @@ chaos: $(STAMP)
 # The short form of proof-storm.
 .PHONY: storm
 storm: $(STAMP)
-	@$(BIN)/python -u -m benchmarks.proofs.storm --seconds 60 --no-write $(ARGS)
+	@$(BIN)/python -u -m benchmarks.proofs.storm --seconds 60 --plays 3 --no-write $(ARGS)
 
 .PHONY: protos
 protos: $(STAMP)
