@@ -108,7 +108,7 @@ def test_a_frozen_follower_is_killed_and_does_not_hold_up_the_end(fleet: Fleet) 
         synchronizers={**BOTH, "synchronizer-1": deaf},
         redis=SERVES,
         leader=lambda: "synchronizer-0",
-        drain_s=0.3,
+        drain_s=3.0,
     )
     outcome = fleet.run(supervisor, once(lambda: fleet.up(*EVERYBODY)))
     assert outcome.word == "drained"
