@@ -11,6 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +23,7 @@ DISK_BYTES: Final = 256 << 20
 
 _CLONE_NEWNS: Final = 0x00020000
 _FILLER: Final = ".filler"
+_AGAIN_S: Final = 0.1
 
 
 def no_disk_because() -> str:
@@ -101,8 +104,26 @@ class Disks:
 
 
 def fill(folder: Path) -> None:
-    """Writes until the disk of a folder is full."""
-    descriptor = os.open(folder / _FILLER, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
+    """Fills the disk of a folder, and keeps it full until `make_room`.
+
+    A store makes room as it goes, by removing what is outdated: that is taken, too.
+    """
+    filler = folder / _FILLER
+    filler.touch()
+    _append(filler)
+    threading.Thread(target=_keep_full, args=(filler,), name="filler", daemon=True).start()
+
+
+def _keep_full(filler: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        while True:
+            time.sleep(_AGAIN_S)
+            _append(filler)
+
+
+def _append(filler: Path) -> None:
+    """Writes until the disk is full; to a filler that is there."""
+    descriptor = os.open(filler, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     try:
         for size in (1 << 20, 1 << 12, 1):
             with contextlib.suppress(OSError):

@@ -304,6 +304,10 @@ class DockerInjector(Injector):
         said = " ".join(done.output.decode(errors="replace").split())
         if "No space left" not in said:
             raise DilocoError(Reason.FAULT_IMPOSSIBLE, f"dd in {name}: {said}")
+        # A store makes room as it goes, by removing what is outdated: that is taken, too.
+        again = f"{' '.join(command)} oflag=append conv=nocreat,notrunc"
+        keep_full = f"while [ -e {filler} ]; do {again}; sleep 0.1; done"
+        call_engine(lambda: container.exec_run(["sh", "-c", keep_full], detach=True), name)
 
     @staticmethod
     def _execute(container: Container, name: str, command: list[str]) -> None:

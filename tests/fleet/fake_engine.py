@@ -97,7 +97,7 @@ class FakeContainer:
         self.status = "running"
         self.attrs["State"]["Pid"] = self._engine.next_pid()
 
-    def exec_run(self, command: list[str]) -> Any:
+    def exec_run(self, command: list[str], *, detach: bool = False) -> Any:
         self.executed.append(command)
         return SimpleNamespace(exit_code=self.exit_code, output=self.output)
 

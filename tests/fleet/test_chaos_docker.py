@@ -287,7 +287,7 @@ def test_a_full_disk_is_done_to_a_small_one_alone(
     filled.output = b"dd: error writing '/store/.filler': No space left on device"
     strike(injector, full, "synchronizer-0", 0)
     injector.heal(0)
-    assert [x[0] for x in filled.executed] == ["dd", "rm"]
+    assert [x[0] for x in filled.executed] == ["dd", "sh", "rm"], "and it is kept full meanwhile"
     with pytest.raises(DilocoError, match="dd in synchronizer-1: what it said"):
         strike(injector, full, "synchronizer-1", 1)
     other.kill()

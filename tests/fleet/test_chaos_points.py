@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -175,10 +179,17 @@ def test_what_a_leader_counted_before_anybody_looked_is_no_progress() -> None:
 # -- disks ----------------------------------------------------------------------------------------
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
 def test_a_full_disk_is_full_until_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writing ends at the first error of each size, and what was written goes again."""
+    """Writing ends at the first error of each size; what others remove meanwhile is taken, too."""
     sizes: list[int] = []
 
     def write(_: int, data: bytes) -> int:
@@ -187,12 +198,16 @@ def test_a_full_disk_is_full_until_there_is_room(
             raise OSError(28, "No space left on device")
         return len(data)
 
-    monkeypatch.setattr(os, "write", write)
+    # Not os.write itself: others write meanwhile.
+    monkeypatch.setattr(disks, "os", SimpleNamespace(**{**vars(os), "write": write}))
     disks.fill(tmp_path)
     assert sorted(set(sizes)) == [1, 1 << 12, 1 << 20]
     assert list(tmp_path.iterdir())
+    num_written = len(sizes)
+    wait_until(lambda: len(sizes) > num_written)
     disks.make_room(tmp_path)
     disks.make_room(tmp_path)
+    wait_until(lambda: not any(x.name == "filler" for x in threading.enumerate()))
     assert not list(tmp_path.iterdir())
 
 
