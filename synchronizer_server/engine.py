@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from typing import Final
 
 from decoupled_diloco.errors import DilocoError, Reason
 from decoupled_diloco.layout import Layout
@@ -32,6 +33,9 @@ from synchronizer_server.updates import UpdateBook
 from synchronizer_server.vitals import Before, Vitals
 
 logger = logging.getLogger(__name__)
+
+_CLOSE_TRIES: Final = 5
+_CLOSE_TRY_S: Final = 1.0
 
 
 class Engine:
@@ -137,7 +141,11 @@ class Engine:
         task.add_done_callback(self._finished)
 
     async def close(self, farewell: DilocoError | None = None) -> None:
-        """Cancels what runs beside and ends all streams, with ``farewell`` where one is given."""
+        """Cancels what runs beside and ends all streams, with ``farewell`` where one is given.
+
+        A library may swallow a cancellation, so it is said again; whatever does not heed it keeps
+        nobody from the lease of this process for longer than a few seconds.
+        """
         self.closed = True
         self.farewell = farewell or self.farewell
         self.snapshots.close()
@@ -146,9 +154,14 @@ class Engine:
         for stream in list(self.streams.values()):
             stream.close(self.farewell)
         self.relays.close_all(self.farewell)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        left = set(self._tasks)
+        for _ in range(_CLOSE_TRIES):
+            for task in left:
+                task.cancel()
+            if left:
+                _, left = await asyncio.wait(left, timeout=_CLOSE_TRY_S)
+        for task in left:
+            logger.error("this is not waited for, though it does not end: %r", task)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
