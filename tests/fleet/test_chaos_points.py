@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -179,21 +177,17 @@ def test_what_a_leader_counted_before_anybody_looked_is_no_progress() -> None:
 # -- disks ----------------------------------------------------------------------------------------
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
-
-
 def test_a_full_disk_is_full_until_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writing ends at the first error of each size; what others remove meanwhile is taken, too."""
     sizes: list[int] = []
+    again = threading.Event()
 
     def write(_: int, data: bytes) -> int:
         sizes.append(len(data))
+        if threading.current_thread() is not threading.main_thread():
+            again.set()
         if len(sizes) % 3 == 0:
             raise OSError(28, "No space left on device")
         return len(data)
@@ -203,11 +197,12 @@ def test_a_full_disk_is_full_until_there_is_room(
     disks.fill(tmp_path)
     assert sorted(set(sizes)) == [1, 1 << 12, 1 << 20]
     assert list(tmp_path.iterdir())
-    num_written = len(sizes)
-    wait_until(lambda: len(sizes) > num_written)
+    assert again.wait(60), "it is kept full"
     disks.make_room(tmp_path)
     disks.make_room(tmp_path)
-    wait_until(lambda: not any(x.name == "filler" for x in threading.enumerate()))
+    for filler in [x for x in threading.enumerate() if x.name == "filler"]:
+        filler.join(60)
+        assert not filler.is_alive(), "nobody fills it any more"
     assert not list(tmp_path.iterdir())
 
 
